@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from hepti_mqtt.client.session import ClientSession, LookAgain, RequestEnded, RequestPublish
+from hepti_mqtt.client.session import CheckLater, ClientSession, RequestEnded, RequestPublish
 from hepti_mqtt.protocol.messages import ACCEPTED_BY, ANSWER, ANSWER_PLAN, Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 
@@ -103,7 +103,7 @@ class Run:
         for event in self.clients[client].handle_message(topic, payload, self.now):
             if isinstance(event, RequestPublish):
                 self._publish(client, event)
-            elif isinstance(event, LookAgain):
+            elif isinstance(event, CheckLater):
                 self._later(event.after_s, lambda: self._look_again(client))
             elif isinstance(event, RequestEnded):
                 name = str(event.handle)
@@ -111,7 +111,7 @@ class Run:
                 self.latency_s[name] = self.now - self.asked_s[name]
 
     def _look_again(self, client: int) -> None:
-        for publication in self.clients[client].resend_untaken(self.now):
+        for publication in self.clients[client].resend_unaccepted(self.now):
             self._publish(client, publication)
 
     def _status(self, client: int, group: Group, state: Literal["online", "offline"]) -> None:

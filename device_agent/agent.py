@@ -28,14 +28,14 @@ from device_agent.links import MeshLinks, open_links
 from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget, usable_cores
 from device_agent.measure import Curves, load_or_measure, measurement_file
-from device_agent.network import PLANES, AgentEvent, ErrorLog, Network, Stop
+from device_agent.network import PLANES, AgentEvent, Network, Stop
 from device_agent.probes import Prober
 from device_agent.saved_caches import SHARE, SavedCaches
 from device_agent.shell import BuilderThread, SessionLoop
 from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
+from hepti_mqtt.config.process import RateLimitedLog, StopRequested, StopSignals, requires_extra, return_large_blocks
 from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.core.ids import Start, check_name
 from hepti_mqtt.kernels import Workers, isa, jit
@@ -189,7 +189,7 @@ class _Agent:
         self._topics = Topics(config.site)
         self._private_key = token_bytes(KEY_BYTES)
         self.inbox: Inbox[AgentEvent] = Inbox()
-        self._complaints = ErrorLog(self._log)
+        self._complaints = RateLimitedLog(self._log)
         self._loader_counters: Counter[str] = Counter()
         self._prober = Prober(config.device_id, boot)
         self._is_announced = False

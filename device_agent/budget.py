@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 BACKGROUND_SHARE: Final = 0.05  # of the time that runs take, unless the planner allows a load more
 KEPT_S: Final = 0.02  # most that may be saved up: some ten steps
 IN_USE_S: Final = 5.0  # longest time after a run in which the next one is expected
-LOOK_S: Final = 0.02  # longest pause of waiting work
+MAX_PAUSE_S: Final = 0.02  # longest pause of waiting work
 NICE: Final = 10
 
 
@@ -72,7 +72,7 @@ class Budget:
             return 0.0
         with self._lock:
             left_s = self._refill(now)
-        return 0.0 if left_s > 0 else min(max(-left_s / self.share, 1e-3), LOOK_S)
+        return 0.0 if left_s > 0 else min(max(-left_s / self.share, 1e-3), MAX_PAUSE_S)
 
     def spend(self, seconds: float, now: float) -> None:
         """Charge the processor time of work that has just ended, unless it was free."""

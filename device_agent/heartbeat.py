@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from device_agent.links import MeshLinks
 from device_agent.machine import HealthMonitor
-from device_agent.network import AgentEvent, ErrorLog, Network, PeerProbeDue
+from device_agent.network import AgentEvent, Network, PeerProbeDue
 from device_agent.probes import BUSY_S
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.profiles import DeviceProfile, FrameCost, default_frame_cost
 from hepti_mqtt.core.program import Compute, Op, SlotSpec
 from hepti_mqtt.cost.reported import profile_from_caps
@@ -175,7 +176,7 @@ class HeartbeatThread:
         counters: Callable[[], Mapping[str, int]],
         links: MeshLinks | None,
         inbox: Inbox[AgentEvent],
-        complaints: ErrorLog,
+        complaints: RateLimitedLog,
     ) -> None:
         self._topics, self._device, self._boot, self._network = topics, device, boot, network
         self._health, self._prober, self._meter = health, network.prober, meter

@@ -10,9 +10,10 @@ from typing import Final, cast, get_args
 
 from device_agent.config import AgentConfig, listen_address, login_certificate, mesh_address
 from device_agent.loader import PeerMessageIn, TileIn, TilePeerChanged
-from device_agent.network import ErrorLog, Network
+from device_agent.network import Network
 from device_agent.probes import ANSWER_MARK, PeerProbes, Prober
 from device_agent.tile_peers import MessageKind
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import ConfigError, WireError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import frames
@@ -59,7 +60,7 @@ class MeshLinks:
         topics: Topics,
         device: str,
         boot: int,
-        complaints: ErrorLog,
+        complaints: RateLimitedLog,
         host: str,
         port: int = 0,
         tls: MeshTls | None = None,
@@ -267,7 +268,7 @@ def open_links(
     config: AgentConfig,
     topics: Topics,
     boot: int,
-    complaints: ErrorLog,
+    complaints: RateLimitedLog,
     on_tiles: Callable[[TileInput], None] = lambda _: None,
 ) -> MeshLinks | None:
     """Return an agent's links to peers, None if all tensors go through the broker.

@@ -1,11 +1,9 @@
-"""The agent's log of recoverable errors, its network events, its two connections, and its subscriptions."""
+"""The agent's network events, its two connections, and its subscriptions."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,6 +12,7 @@ from typing import Final
 
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import NetworkError, WireError
 from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
@@ -25,27 +24,6 @@ from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
 from hepti_mqtt.transport.base import Inbox, OnMessage, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
-
-
-class ErrorLog:
-    """Counts recoverable errors by kind; logs the 1st, 2nd, 4th, 8th ... of a kind, so that peers cannot flood the log.
-
-    counters: the counts, by kind. May be used from any thread.
-    """
-
-    def __init__(self, log: logging.Logger) -> None:
-        self.counters: Counter[str] = Counter()
-        self._log = log
-        self._lock = threading.Lock()
-
-    def record(self, kind: str, text: str, error: BaseException | None = None) -> None:
-        """Count one of `kind`; `error` is logged with its traceback."""
-        with self._lock:
-            self.counters[kind] += 1
-            count = self.counters[kind]
-        if count & (count - 1) == 0:
-            self._log.warning("%s (%s, %d so far)", text, kind, count, exc_info=error)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Events of the session thread in addition to the session's own.
@@ -108,8 +86,8 @@ MakeTransport = Callable[[Plane, OnMessage, Callable[[State], None]], BrokerConn
 class Network:
     """Both planes of one device.
 
-    control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. Invalid messages are
-    counted and dropped. A full inbox refuses requests and activations only: their run is repeated, a command is not.
+    control (QoS 1): commands, work frames, tiles, statuses. data (QoS 0): activations and probes. Invalid messages are
+    counted and dropped. A full inbox refuses work frames and activations only: a run is repeated, a command is not.
     prober: of the path to the broker. on_tile: gets the bodies of tile frames.
     """
 
@@ -120,7 +98,7 @@ class Network:
         inbox: Inbox[AgentEvent],
         prober: Prober,
         on_tile: Callable[[TileIn], None],
-        complaints: ErrorLog,
+        complaints: RateLimitedLog,
         make_transport: MakeTransport,
     ) -> None:
         self._topics, self._device = topics, device
@@ -168,7 +146,7 @@ class Network:
         self._transports[plane].publish(topic, payload, qos, retain)
 
     def send(self, topic: str, *parts: Body) -> None:
-        """Publish a tensor on the data plane, its payload in parts; they are not used after the return."""
+        """Publish a tensor on the data plane, its payload in parts; the caller may reuse them afterwards."""
         self._transports["data"].send(topic, *parts)
 
     def probe_large(self, now: float) -> bool:
@@ -286,7 +264,7 @@ Token = tuple[Plane, int]
 
 
 class Subscriptions:
-    """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
+    """Filters with their acknowledgements: activations on the data plane, work frames on the control plane.
 
     A filter of several plan versions is subscribed once, so that brokers deliver nothing twice. The session decides
     which filters no version needs any more.
@@ -301,7 +279,7 @@ class Subscriptions:
     def subscribe(self, model: str, plan_version: PlanVersion, filters: Iterable[str], work_topic: str) -> bool:
         """Subscribe to the filters of a plan version; return whether all are acknowledged already.
 
-        filters: of activations. work_topic: the topic of its requests.
+        filters: of activations. work_topic: of its work frames.
         """
         key = (model, plan_version)
         needed: list[Filter] = [("control", work_topic), *(("data", f) for f in filters)]

@@ -20,7 +20,6 @@ from device_agent.loader import LoaderThread, RequestAgain
 from device_agent.network import (
     PLANES,
     AgentEvent,
-    ErrorLog,
     Network,
     OwnStatus,
     PeerProbeDue,
@@ -31,6 +30,7 @@ from device_agent.network import (
 )
 from device_agent.probes import BUSY_S
 from hepti_mqtt import __version__
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, RemoteError, WireError
 from hepti_mqtt.core.ids import PlanVersion, Start
 from hepti_mqtt.core.program import Compute
@@ -52,15 +52,14 @@ from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 
-Orders = SimpleQueue[interface.BuildProgram | interface.AnalysePrepare | None]
+BuildOrders = SimpleQueue[interface.BuildProgram | interface.AnalysePrepare | None]
 
 
 class BuilderThread:
-    """Builds Programs and analyses plans of `device`; `post` is safe from any thread, `emit` is called on two threads.
+    """Builds Programs and analyses plans on two threads: awaited orders at normal priority, others at low priority.
 
-    The session orders one Program at a time and each plan once, so queues stay short. A plan or a request waits for
-    each order, so other background work waits too: orders are charged to its budget. Awaited orders have a thread of
-    normal priority: on a busy machine the one of low priority hardly runs.
+    On a busy machine a thread of low priority hardly runs. The CPU time of orders counts against the budget of
+    background work. emit: called on both threads.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class BuilderThread:
     ) -> None:
         self._device, self._topics, self.workers, self._emit = device, topics, workers, emit
         self._budget = budget
-        self._awaited: Orders = SimpleQueue()
-        self._others: Orders = SimpleQueue()
+        self._awaited: BuildOrders = SimpleQueue()
+        self._others: BuildOrders = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(self._awaited,), name="hepti-builder", daemon=True),
             threading.Thread(target=self._run_slowly, args=(self._others,), name="hepti-builder-slow", daemon=True),
@@ -94,14 +93,14 @@ class BuilderThread:
                 thread.join()
 
     def post(self, order: interface.BuildProgram | interface.AnalysePrepare) -> None:
-        """Queue an order."""
+        """Queue an order; callable on any thread."""
         (self._awaited if order.awaited else self._others).put(order)
 
-    def _run_slowly(self, orders: Orders) -> None:
+    def _run_slowly(self, orders: BuildOrders) -> None:
         give_way()
         self._run(orders)
 
-    def _run(self, orders: Orders) -> None:
+    def _run(self, orders: BuildOrders) -> None:
         while (order := orders.get()) is not None:
             begun_s = time.thread_time()
             if isinstance(order, interface.AnalysePrepare):
@@ -119,7 +118,7 @@ PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 PEER_POLL_S: Final = 3e-4  # of computing between two polls of peers; a poll costs as much as a small op
 
 ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one does not take a whole core
-REPEATED_S: Final = 1.0  # an error within this time after another one repeats it
+REPEATED_S: Final = 1.0  # errors closer together than this count as repeated
 MAX_REPEATED: Final = 30  # errors in a row after which the device goes offline
 
 
@@ -142,7 +141,7 @@ class SessionLoop:
         loader: LoaderThread,
         builder: BuilderThread,
         meter: Meter,
-        complaints: ErrorLog,
+        complaints: RateLimitedLog,
         announce: Callable[[Connected], int | None],
         log: logging.Logger,
         links: MeshLinks | None = None,
@@ -281,7 +280,7 @@ class SessionLoop:
                 self._command_handlers[type(command)](command)
             except Exception as exc:
                 self._on_command_failed(step, command, exc)
-                # The run's other messages are void; other commands, such as BuildProgram, are not.
+                # The run has failed, so send nothing more of it; other commands, such as BuildProgram, still hold.
                 self._execute([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:

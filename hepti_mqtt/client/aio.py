@@ -17,7 +17,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 class AsyncHepti(Connection):
     """`Hepti` for asyncio, with the same names, arguments and errors: `async with AsyncHepti.connect(url) as hepti`.
 
-    Cancelling a call frees what it held. A client belongs to the event loop that connected it.
+    Cancelling a call cancels its request. A client belongs to the event loop that connected it.
     """
 
     _timeout_s = 10.0
@@ -30,7 +30,7 @@ class AsyncHepti(Connection):
         client_id: str | None = None,
         timeout: float = 10.0,
     ) -> AsyncHepti:
-        """Return what connects when it is awaited or entered; arguments and errors as `Hepti.connect` has them."""
+        """Return an unconnected client; `await` or `async with` connects it. Arguments, errors: as `Hepti.connect`."""
         hepti = cls._create(url, site, client_id)
         hepti._timeout_s = timeout
         return hepti
@@ -78,7 +78,7 @@ class AsyncHepti(Connection):
             yield token
 
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> asyncio.Future[Answer]:
-        """Send a request and return its future; cancelling it ends the wait; see `Hepti.submit`."""
+        """Send a request and return its future; cancelling it cancels the request; see `Hepti.submit`."""
         return asyncio.wrap_future(self._submit(model, request_id, request))
 
     infer = Connection._infer
@@ -116,6 +116,6 @@ class AsyncHepti(Connection):
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
-    """Call on the loop from any thread; a loop that has ended waits for nothing."""
+    """Call on the loop from any thread; do nothing if the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)

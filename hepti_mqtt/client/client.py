@@ -94,11 +94,12 @@ class Hepti(Connection):
         return stream.result()
 
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
-        """Send a request with the arguments of `infer` and return its future; cancelling it ends the wait.
+        """Send a request with the arguments of `infer` and return its future; cancelling it cancels the request.
 
-        request_id: repeating a request with its id returns the same answer without computing it again; another request
-        with that id raises IdInUseError. Raises RequestError if the request is not valid JSON, BadNameError,
-        NetworkError if the send queue is full.
+        request_id: repeating a request under its id returns the same answer. It is not computed again while it runs, or
+        while the planner caches its answer (the last 256, until a restart). Another request with that id raises
+        IdInUseError. Raises RequestError if the request is not valid JSON, BadNameError, NetworkError if the send queue
+        is full.
         """
         return self._submit(model, request_id, request)
 

@@ -1,4 +1,4 @@
-"""The connection of both clients, and their methods as coroutines; a client adds how a coroutine waits."""
+"""The common base of both clients: their methods as coroutines. Each client implements `_wait`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final, Self, Unpack
 from hepti_mqtt.client.body import RequestKeys, request_body
 from hepti_mqtt.client.session import (
     Answer,
+    CheckLater,
     ClientSession,
-    LookAgain,
     PartialAnswer,
     RequestEnded,
     RequestPublish,
@@ -39,11 +39,11 @@ from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, S
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
-GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
-PAUSE_S: Final = 0.2  # at most, between two retained records
-ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
-LOOK_S: Final = 2.0  # between two looks for late requests
-PLANNER_S: Final = 5.0  # for a planner that restarts
+GRACE_S: Final = 1.0  # longest wait for a planner's records after its status
+PAUSE_S: Final = 0.2  # longest pause between two retained records
+ANSWER_S: Final = 60.0  # default timeout of an answer
+CHECK_S: Final = 2.0  # between two checks for late requests
+PLANNER_S: Final = 5.0  # longest wait for a planner that restarts
 
 
 def client_name(user: str | None) -> str:
@@ -110,19 +110,21 @@ class Connection:
     def __init__(self, url: BrokerUrl, site: str, client_id: str) -> None:
         self.site, self.client_id = check_name("site", site), check_name("client", client_id)
         self._session = ClientSession(site, client_id)
-        self._changed = threading.Condition()  # guards the session and what follows
+        self._changed = threading.Condition()  # guards the session and the following fields
         self._wakes: set[Callable[[], object]] = set()  # called after every change
         self._connected = False
         self._refused: RefusedError | None = None
-        self._unseen: RefusedError | None = None  # of devices alone: requests go on
+        self._devices_refused: RefusedError | None = None  # only for devices; requests still work
         self._subscribed: set[int] = set()
-        self._watching: int | None = None
-        self._looking: threading.Timer | None = None  # until late requests are sent again
+        self._devices_token: int | None = None
+        self._late_timer: threading.Timer | None = None  # of the next check for late requests
         self._closed = False
-        self._answers_watch: int | None = None
+        self._answers_token: int | None = None
         # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
-        self._transport = BrokerConnection(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
+        self._transport = BrokerConnection(
+            url, own, on_message=self._handle_message, on_state=self._handle_state, name="hepti-client"
+        )
 
     @classmethod
     def _create(cls, url: str | BrokerUrl | None, site: str | None, client_id: str | None) -> Self:
@@ -139,8 +141,8 @@ class Connection:
         self._transport.close()
         with self._changed:
             self._closed = True
-            if self._looking is not None:
-                self._looking.cancel()
+            if self._late_timer is not None:
+                self._late_timer.cancel()
             ended = self._session.abandon()
         for token in ended:
             settle(token, NetworkError("the client was closed before the answer came"))
@@ -223,7 +225,7 @@ class Connection:
     def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
             publication = self._session.add_request(model, name, body, future, time.perf_counter())
-            self._look_later()
+            self._schedule_check()
         future.add_done_callback(lambda _: self._forget(model, name, future))
         try:
             self._transport.publish(publication.topic, publication.payload, 1)
@@ -233,12 +235,12 @@ class Connection:
 
     def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
         with self._changed:
-            back = self._session.forget(model, name, future)
-            heard = self._connected and self._session.planner_online
-        if back is not None:  # nobody waits any more: cancel the run
-            # At QoS 1 the broker would deliver it after the requests that it holds back.
+            cancel = self._session.forget(model, name, future)
+            is_reachable = self._connected and self._session.planner_online
+        if cancel is not None:  # no caller is left
+            # At QoS 0 the cancel overtakes requests that the broker holds back.
             with suppress(NetworkError):
-                self._transport.publish(back.topic, back.payload, 0 if heard else 1)
+                self._transport.publish(cancel.topic, cancel.payload, 0 if is_reachable else 1)
 
     def _timeout_error(self, timeout_s: float) -> HeptiError:
         with self._changed:
@@ -259,7 +261,7 @@ class Connection:
         def has_more() -> bool:
             return len(self._session.models()) > count
 
-        # Retained records come one by one, and none is marked as the last.
+        # Retained records come one by one, and none is marked as the last, so wait for a pause.
         while await self._wait(has_more, PAUSE_S if count else GRACE_S):
             with self._changed:
                 count = len(self._session.models())
@@ -319,16 +321,16 @@ class Connection:
         wait_s: longest wait for the heartbeats of all online devices.
         """
         with self._changed:
-            if self._watching is None:
+            if self._devices_token is None:
                 t = self._session.topics
                 filters = [(t.all_status(), 1), (t.all_caps(), 1), (t.all_heartbeats(), 0)]
-                self._watching = self._transport.subscribe(filters)
+                self._devices_token = self._transport.subscribe(filters)
             for device in self._session.devices.values():
                 device.heartbeat = None
         await self._wait(self._all_heard, wait_s)
         with self._changed:
-            if self._unseen is not None:
-                raise self._unseen
+            if self._devices_refused is not None:
+                raise self._devices_refused
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
     @property
@@ -349,8 +351,8 @@ class Connection:
         predicted_ms and plan, None for an error.
         """
         with self._changed:
-            if self._answers_watch is None:
-                self._answers_watch = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
+            if self._answers_token is None:
+                self._answers_token = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
             return list(self._session.answers)
 
     def odd_clocks(self, devices: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -361,9 +363,9 @@ class Connection:
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
-        if self._unseen is not None:
+        if self._devices_refused is not None:
             return True
-        return self._watching in self._subscribed and bool(online) and all(d.heartbeat is not None for d in online)
+        return self._devices_token in self._subscribed and bool(online) and all(d.heartbeat is not None for d in online)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -398,7 +400,7 @@ class Connection:
 
     # -- network thread ---------------------------------------------------------------------------------------------
 
-    def _heard(self, topic: str, payload: bytes) -> None:
+    def _handle_message(self, topic: str, payload: bytes) -> None:
         now = time.perf_counter()
         with self._changed:
             out = self._session.handle_message(topic, payload, now)
@@ -411,25 +413,25 @@ class Connection:
                     item.handle.put(item.data)
             elif isinstance(item, RequestPublish):
                 self._transport.publish(item.topic, item.payload, 1)
-        if waits_s := [item.after_s for item in out if isinstance(item, LookAgain)]:
-            _start_timer(max(waits_s), self._look_again)
+        if delays_s := [item.after_s for item in out if isinstance(item, CheckLater)]:
+            _start_timer(max(delays_s), self._resend_unaccepted)
 
-    def _look_later(self) -> None:
-        """Look for late requests after a while, if no look is due; the caller holds the lock."""
-        if self._looking is None and not self._closed:
-            self._looking = _start_timer(LOOK_S, self._look_for_late)
+    def _schedule_check(self) -> None:
+        """Start the timer of the next check for late requests, unless it runs; the caller holds the lock."""
+        if self._late_timer is None and not self._closed:
+            self._late_timer = _start_timer(CHECK_S, self._resend_late)
 
-    def _look_for_late(self) -> None:
+    def _resend_late(self) -> None:
         with self._changed:
-            self._looking = None
+            self._late_timer = None
             late = self._session.resend_unanswered(time.perf_counter()) if self._connected else []
             if self._session.has_pending:
-                self._look_later()
+                self._schedule_check()
         self._publish_again(late)
 
-    def _look_again(self) -> None:
+    def _resend_unaccepted(self) -> None:
         with self._changed:
-            again = self._session.resend_untaken(time.perf_counter())
+            again = self._session.resend_unaccepted(time.perf_counter())
         self._publish_again(again)
 
     def _publish_again(self, again: Sequence[RequestPublish]) -> None:
@@ -437,7 +439,7 @@ class Connection:
             with suppress(NetworkError):  # closed meanwhile, or the send queue is full
                 self._transport.publish(publication.topic, publication.payload, 1)
 
-    def _state(self, state: State) -> None:
+    def _handle_state(self, state: State) -> None:
         again: list[RequestPublish] = []
         refused: list[object] = []
         refusal = refusal_error(self.client_id, "publish to", state) if isinstance(state, Refused) else None
@@ -451,9 +453,9 @@ class Connection:
                 self._subscribed.add(state.token)
             elif state.token is None:
                 refused = self._session.drop_refused(state.topics)
-            elif state.token == self._watching:
-                self._unseen = refusal_error(self.client_id, "subscribe to", state)
-            elif state.token != self._answers_watch:
+            elif state.token == self._devices_token:
+                self._devices_refused = refusal_error(self.client_id, "subscribe to", state)
+            elif state.token != self._answers_token:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._notify()
         for token in refused:

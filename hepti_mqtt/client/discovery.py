@@ -26,7 +26,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 SITES: Final = "_hepti._tcp.local."
 SPEECH: Final = "_wyoming._tcp.local."  # Home Assistant's service for speech-to-text
 BROKERS: Final = "_mqtt._tcp.local."
-LOOK_S: Final = 3.0  # answers arrive within a second; the rest is for a repeated question
+BROWSE_S: Final = 3.0  # answers arrive within a second; the rest is for a repeated question
 RESOLVE_MS: Final = 1500
 GIVE: Final = "give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER"
 CLOSE_S: Final = 2.0
@@ -84,7 +84,7 @@ def choose(found: Iterable[Found], site: str | None) -> Found:
     raise ConfigError(f"mDNS found several brokers: {names}. Choose one with --broker, or a site with --site")
 
 
-def look(seconds: float = LOOK_S, interfaces: Sequence[str] | None = None) -> list[Found]:
+def look(seconds: float = BROWSE_S, interfaces: Sequence[str] | None = None) -> list[Found]:
     """Return the brokers announced on the network within some seconds. Raises ConfigError without the extra.
 
     interfaces: addresses of the networks to search, None for all.

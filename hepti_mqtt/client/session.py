@@ -188,17 +188,17 @@ class _Caller(NamedTuple):
     since_s: float
 
 
-class LookAgain(NamedTuple):
-    """`resend_untaken` is wanted after these seconds."""
+class CheckLater(NamedTuple):
+    """Call `resend_unaccepted` after this delay."""
 
     after_s: float
 
 
-ClientEvent = RequestEnded | PartialAnswer | RequestPublish | LookAgain
-REPEAT_S: Final = 10.0  # without an answer, a request is sent again
-REPEAT_FACTOR: Final = 1.25
-MOST_REPEATED: Final = 64  # requests that one look repeats
-SETTLE_S: Final = 0.5  # in which a group says that it has a request; groups that go at once are noticed one by one
+ClientEvent = RequestEnded | PartialAnswer | RequestPublish | CheckLater
+REPEAT_S: Final = 10.0  # shortest time without an answer until a request is sent again
+REPEAT_FACTOR: Final = 1.25  # of the slowest answer's time
+MOST_REPEATED: Final = 64  # repeated requests per check
+ACCEPTANCE_S: Final = 0.5  # for a group to accept a request, and for other groups' wills to arrive
 
 
 class ModelOfGroup(NamedTuple):
@@ -216,24 +216,24 @@ class _PendingRequest:
     callers: list[_Caller]
     #: time of its last publish or token
     sent_s: float
-    #: the group that took it, "" if unknown
-    holder: str = ""
-    #: it may be lost; a group may still claim it
-    suspect: bool = False
-    #: groups without a plan for it
+    #: group that accepted it, "" if unknown
+    accepted_by: str = ""
+    #: may be lost; sent again after `ACCEPTANCE_S` unless a group accepts it
+    may_be_lost: bool = False
+    #: groups that refused it with `no_plan`
     refusals: int = 0
-    #: publishes for want of an answer
+    #: repetitions because no answer came
     repeats: int = 0
 
-    def again(self, now: float) -> RequestPublish:
-        """Return what to publish again, for any group."""
-        self.sent_s, self.holder, self.suspect = now, "", False
+    def resend(self, now: float) -> RequestPublish:
+        """Mark it as sent now and accepted by no group; return its publication."""
+        self.sent_s, self.accepted_by, self.may_be_lost = now, "", False
         return self.publication
 
 
-DEVICES: Final = 1024  # remembered at most: names cost a peer nothing to invent
-PLANNERS: Final = 1024
-SERVED: Final = 240  # answers of the site that are remembered
+MAX_DEVICES: Final = 1024  # because a peer can invent names at no cost
+MAX_PLANNERS: Final = 1024
+MAX_ANSWERS: Final = 240  # the last ones of the site
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ class ClientSession:
     unreadable_records: dict[ModelOfGroup, str] = field(default_factory=dict)
     devices: dict[str, DeviceView] = field(default_factory=dict)
     #: the last answers to all clients of the site
-    answers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SERVED))
+    answers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_ANSWERS))
     #: dropped messages by reason
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
@@ -308,7 +308,7 @@ class ClientSession:
 
         Raises WireError if it is of an incompatible version, or another program has changed it.
         """
-        keys = sorted(filter(self._served, self.records), key=lambda key: self.records[key].get("active") is None)
+        keys = sorted(filter(self._is_current, self.records), key=lambda key: self.records[key].get("active") is None)
         for key in keys:
             if key.model == model:
                 if key in self.unreadable_records:
@@ -317,20 +317,20 @@ class ClientSession:
         return None
 
     def models(self) -> list[str]:
-        """Return the names by which people ask for the models that planners serve."""
-        return sorted({whole_model(key.model) for key in self.records if self._served(key)})
+        """Return the public names of the served models."""
+        return sorted({whole_model(key.model) for key in self.records if self._is_current(key)})
 
     def unused(self) -> dict[str, str]:
         """Return why a planner leaves online devices out of all plans, by name, from the readable records."""
-        keys = sorted(key for key in self.records if self._served(key) and key not in self.unreadable_records)
+        keys = sorted(key for key in self.records if self._is_current(key) and key not in self.unreadable_records)
         return {device: why for key in keys for device, why in self.records[key]["unused"].items()}
 
     def clocks(self) -> dict[str, float] | None:
-        """Return by how many seconds devices' clocks are ahead of the planner's, as it says; None without one."""
-        said = [self.records[key].get("clocks", {}) for key in sorted(filter(self._served, self.records))]
-        return said[0] if said else None
+        """Return the planner's measured clock offsets of devices, in seconds ahead of it; None without a planner."""
+        clocks = [self.records[key].get("clocks", {}) for key in sorted(filter(self._is_current, self.records))]
+        return clocks[0] if clocks else None
 
-    def _served(self, key: ModelOfGroup) -> bool:
+    def _is_current(self, key: ModelOfGroup) -> bool:
         if not self._online(key.group):
             return False
         boot = self.planners[key.group].boot
@@ -358,9 +358,9 @@ class ClientSession:
         return publication
 
     def forget(self, model: str, request: str, token: object) -> RequestPublish | None:
-        """Remove one caller of a request; others may still wait for it.
+        """Remove one caller of a request.
 
-        Return what takes the request back, None if it has ended or others wait.
+        Return the cancel message, or None if the request has ended or other callers wait.
         """
         waiting = self._pending.get((model, request))
         if waiting is None:
@@ -386,30 +386,30 @@ class ClientSession:
 
     def to_resend(self, now: float) -> list[RequestPublish]:
         """Return the requests to publish again after a reconnection: their answers may have been missed."""
-        return [p.again(now) for p in self._pending.values()]
+        return [p.resend(now) for p in self._pending.values()]
 
-    def resend_untaken(self, now: float) -> list[RequestPublish]:
-        """Return the requests to publish again that may be lost, and that no group has taken meanwhile."""
-        return [p.again(now) for p in self._pending.values() if p.suspect and not p.holder]
+    def resend_unaccepted(self, now: float) -> list[RequestPublish]:
+        """Return the requests to publish again: they may be lost, and no group has accepted them."""
+        return [p.resend(now) for p in self._pending.values() if p.may_be_lost and not p.accepted_by]
 
     def resend_unanswered(self, now: float) -> list[RequestPublish]:
-        """Return requests to publish again because their answer takes long: a broker may have dropped either.
+        """Return requests without an answer for too long: the broker may have dropped request or answer.
 
-        A request has a quarter more time than the slowest answer took, and twice as long after each repetition. The
-        planner computes a repeated request once. A request that a group has taken is left to it.
+        The limit is `REPEAT_S`, or 1.25 times the slowest answer so far if that is longer, doubled after each
+        repetition. The planner computes a repeated request once. Requests that a group has accepted are not repeated.
         """
         if not self.planner_online:
             return []
-        patience_s = max(REPEAT_S, REPEAT_FACTOR * self._slowest_s)
-        late = (p for p in self._pending.values() if not p.holder and now - p.sent_s >= patience_s * 2**p.repeats)
+        limit_s = max(REPEAT_S, REPEAT_FACTOR * self._slowest_s)
+        late = (p for p in self._pending.values() if not p.accepted_by and now - p.sent_s >= limit_s * 2**p.repeats)
         out = []
         for pending in islice(late, MOST_REPEATED):
             pending.repeats += 1
-            out.append(pending.again(now))
+            out.append(pending.resend(now))
         return out
 
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
-        """Take a message; return ended requests, parts of answers, and requests to publish again."""
+        """Handle a message; return ended requests, parts of answers, and requests to publish again."""
         try:
             return self._handle(self.topics.parse(topic), payload, now)
         except (WireError, BadNameError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -418,47 +418,47 @@ class ClientSession:
 
     def _handle(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         if topic.kind == "response":
-            return self._answered(topic, payload, now)
+            return self._handle_answer(topic, payload, now)
         if topic.kind == "planner_status":
             status = messages.decode_status(payload) if payload else None
             if status == messages.QUESTION:
                 return []
-            return self._lost(topic.group, now) if self._may_have_lost(topic.group, status) else []
+            return self._resend_lost(topic.group, now) if self._record_planner(topic.group, status) else []
         if topic.kind == "plan":
-            self._planned(ModelOfGroup(topic.model, topic.group), payload)
+            self._handle_plan(ModelOfGroup(topic.model, topic.group), payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
-            self._device(topic, payload)
+            self._handle_device(topic, payload)
         elif topic.kind == "event" and topic.event == ANSWERS:
             self.answers.extend(_read_answers(payload))
         return []
 
-    def _may_have_lost(self, group: str, status: messages.Status | None) -> bool:
-        """Take a planner's status; return whether requests may be lost, because it has gone or is a new one.
+    def _record_planner(self, group: str, status: messages.Status | None) -> bool:
+        """Record a planner's status; return whether requests may be lost.
 
-        A broker without persistence may also have dropped requests while a planner was away. A planner recognises
-        repeated requests.
+        They may be if the planner went offline, is new, or announces itself again: a broker without persistence may
+        have dropped requests while a planner was away. A planner recognises repeated requests.
         """
         was_online, others = self._online(group), any(self._online(other) for other in self.planners if other != group)
         if status is None:
             self.planners.pop(group, None)
-        elif group in self.planners or len(self.planners) < PLANNERS:
+        elif group in self.planners or len(self.planners) < MAX_PLANNERS:
             self.planners[group] = status
         if not self._online(group):
             return was_online and others
         return was_online or not others
 
-    def _lost(self, group: str, now: float) -> list[ClientEvent]:
-        """Return the requests to publish again that a group, or the site's own planner, may have lost."""
-        again: list[ClientEvent] = []
+    def _resend_lost(self, group: str, now: float) -> list[ClientEvent]:
+        """Return the requests to publish again because a group, or the site's own planner, may have lost them."""
+        events: list[ClientEvent] = []
         for pending in self._pending.values():
-            if pending.holder == group or (not pending.holder and now - pending.sent_s >= SETTLE_S):
-                again.append(pending.again(now))
-            elif not pending.holder and not pending.suspect:
-                pending.suspect = True
-                again.append(LookAgain(SETTLE_S))
-        return again
+            if pending.accepted_by == group or (not pending.accepted_by and now - pending.sent_s >= ACCEPTANCE_S):
+                events.append(pending.resend(now))
+            elif not pending.accepted_by and not pending.may_be_lost:
+                pending.may_be_lost = True
+                events.append(CheckLater(ACCEPTANCE_S))
+        return events
 
-    def _answered(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
+    def _handle_answer(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
             self.counters["unexpected answer"] += 1
@@ -467,7 +467,7 @@ class ClientSession:
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
         if data.get("final") is False and ACCEPTED_BY in data:
-            pending.holder = check_name("site", data[ACCEPTED_BY])
+            pending.accepted_by = check_name("site", data[ACCEPTED_BY])
             return []
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):
@@ -479,7 +479,7 @@ class ClientSession:
             error = unreadable(f"the answer lacks {lacks!r}")
         if isinstance(error, PlanError) and pending.refusals + 1 < sum(map(self._online, self.planners)):
             pending.refusals += 1  # another group may have a plan
-            return [pending.again(now)]
+            return [pending.resend(now)]
         del self._pending[topic.model, topic.request]
         self._slowest_s = max(self._slowest_s, *(now - since_s for _, since_s in pending.callers), 0.0)
         return [
@@ -487,7 +487,7 @@ class ClientSession:
             for handle, since_s in pending.callers
         ]
 
-    def _planned(self, key: ModelOfGroup, payload: bytes) -> None:
+    def _handle_plan(self, key: ModelOfGroup, payload: bytes) -> None:
         if not payload:
             self.records.pop(key, None)
             self.unreadable_records.pop(key, None)
@@ -501,7 +501,7 @@ class ClientSession:
         else:
             self.unreadable_records[key] = lacks
 
-    def _device(self, topic: ParsedTopic, payload: bytes) -> None:
+    def _handle_device(self, topic: ParsedTopic, payload: bytes) -> None:
         if not payload:
             return
         device = self.devices.get(topic.device, DeviceView())
@@ -511,15 +511,15 @@ class ClientSession:
                 return
             device.status = status
         elif topic.kind == "caps":
-            self._caps(device, payload)
+            self._read_caps(device, payload)
         else:
             device.heartbeat = messages.decode_heartbeat(payload)
-        if topic.device not in self.devices and len(self.devices) >= DEVICES:
+        if topic.device not in self.devices and len(self.devices) >= MAX_DEVICES:
             self.counters["devices beyond"] += 1
             return
         self.devices[topic.device] = device
 
-    def _caps(self, device: DeviceView, payload: bytes) -> None:
+    def _read_caps(self, device: DeviceView, payload: bytes) -> None:
         try:
             device.caps, device.caps_error = messages.decode_caps(payload), ""
         except (WireError, ValueError, TypeError) as error:
@@ -544,7 +544,7 @@ def _read_answers(payload: bytes) -> list[dict[str, Any]]:
             "predicted_ms": None if one["predicted_ms"] is None else number(one["predicted_ms"]),
             "plan": None if one["plan"] is None else str(one["plan"])[:40],
         }
-        for one in json.loads(payload)["answers"][-SERVED:]
+        for one in json.loads(payload)["answers"][-MAX_ANSWERS:]
     ]
 
 
@@ -567,7 +567,7 @@ def odd_clocks(
     if seen_by_planner is not None and len(ahead) > 1:
         name = next(name for name in ahead if name != HERE)
         ahead["the planner"] = ahead[name] - seen_by_planner.get(name, 0.0)
-    # The clock with the most similar ones; at a tie the first, which is ours.
+    # The clock with the most similar ones; at a tie the first, which is this machine's.
     usual = max(ahead.values(), key=lambda one: sum(abs(one - other) <= ODD_CLOCK_S for other in ahead.values()))
     odd = {name: s - usual for name, s in ahead.items() if abs(s - usual) > ODD_CLOCK_S}
     lines = []

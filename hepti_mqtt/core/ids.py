@@ -1,4 +1,4 @@
-"""Names in topics, and the numbers that order plans and requests."""
+"""Names in topics, starts of processes, and plan versions."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RunTemplate:
     readers: tuple[tuple[int, ...], ...]  #: ops that read each slot or a view of it
     reader_counts: tuple[int, ...]  #: number of these ops
     slot_of_exchange: Mapping[ExchangeKey, Slot]
-    inputs: tuple[ExchangeKey, ...]  #: exchanges that the request itself brings
+    inputs: tuple[ExchangeKey, ...]  #: exchanges that the work frame itself brings
     ready_at_start: tuple[int, ...]  #: ops that wait for nothing
     op_count: int  #: ops that run without a lease; a Recv does not run, its exchange arrives
     task_inputs: Mapping[int, tuple[ExchangeKey, ...]]  #: exchanges that begin each leased task
@@ -73,7 +73,7 @@ class RunTemplate:
 
 
 def _task_of(program: Program) -> tuple[int, ...]:
-    """Return the task of each op, that of its inputs; empty without tasks."""
+    """Return each op's task: the task of its inputs. Empty without tasks."""
     if not any(isinstance(op, Recv) and op.task >= 0 for op in program.ops):
         return ()
     task_of: dict[Slot, int] = {}
@@ -233,7 +233,7 @@ DropReason = Literal["duplicate", "unexpected"]
 
 
 class ProgramRun:
-    """One request on one device, under its run id: the slots that its ops wait for, and the readers of slots.
+    """One run on one device: the slots that its ops wait for, and the readers of slots.
 
     A subclass adds the state of its user.
     """
@@ -343,9 +343,9 @@ class RunMachine(Generic[R]):
         return None
 
     def hold(self, run: R, node: int) -> bool:
-        """End a run before the ops of a tensor and all later ones; False, without any change, if one of them has run.
+        """Remove the ops of a tensor and all later ones from a run.
 
-        Slots that earlier ops fill for later ones stay filled.
+        Return False, without a change, if one of them has run. Slots that earlier ops fill for later ones stay filled.
         """
         ops = run.template.program.ops
         later = frozenset(p for p in run.template.places if ops[p].node >= node and not isinstance(ops[p], Recv))

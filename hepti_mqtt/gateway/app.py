@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 async def ping(_site: Site, _body: None) -> Any:
-    """That the gateway runs."""
+    """Report that the gateway runs."""
     return "pong"
 
 
-# Those for load balancers, which have no key, are open, and so is the dashboard, which shows no request's content.
+# Routes for load balancers need no key. Neither does the dashboard, because it shows no content of requests.
 OPERATIONS: Final = (
     *(one for module in (routes, chat, responses, tei, ollama, immich, llama_cpp) for one in module.OPERATIONS),
     Operation("GET", "/ping", ping, {PLAIN: str}, is_open=True),
@@ -79,7 +79,7 @@ class _Endpoint:
         with metrics.running.track_inprogress():
             response = await _answer(self._site, one, request, () if one.is_open else self._keys, self._room)
             if isinstance(response, Stream):
-                with contextlib.suppress(ClientDisconnect):  # its outcome says so
+                with contextlib.suppress(ClientDisconnect):  # counted as 499
                     await response(scope, receive, send)
         status = response.outcome if isinstance(response, Stream) else response.status_code
         metrics.requests.labels(one.path, status).inc()
@@ -99,7 +99,7 @@ def create_app(
     """Return the gateway to a site.
 
     keys: valid bearer tokens, empty for no check. stopping: whether the process ends. origins:
-    of pages that may ask. names: hosts of a gateway without keys, None for any.
+    of pages that may call the gateway. names: hosts of a gateway without keys, None for any.
     """
     metrics, secrets, room = Metrics(), [key.encode() for key in keys], Room()
 
@@ -137,10 +137,10 @@ def create_app(
 
 def _more(site: Site, locked: bool) -> dict[str, Any]:
     """Return the gateway's own part of the dashboard; locked: whether requests need a key."""
-    journal = site.journal.to_dict(site.client.answers(), time.time())
+    statistics = site.statistics.to_dict(site.client.answers(), time.time())
     if locked:  # a message may quote its request
-        journal["errors"] = [{**error, "message": ""} for error in journal["errors"]]
-    return {"site": site.client.site, "locked": locked, "version": __version__, **journal}
+        statistics["errors"] = [{**error, "message": ""} for error in statistics["errors"]]
+    return {"site": site.client.site, "locked": locked, "version": __version__, **statistics}
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +175,7 @@ async def _answer(site: Site, operation: Operation, request: Request, keys: Sequ
         with room.part() as take:
             if operation.body is not None:
                 read = read_form if operation.reads == FORM else read_json
-                # Of another method than POST, a body is what the path names.
+                # Other methods read their values from the path.
                 values = await read(request, take) if operation.method == "POST" else request.path_params
                 body = checked(operation.body, values)
             async with _cancelled_by_hangup(request):
@@ -187,7 +187,7 @@ async def _answer(site: Site, operation: Operation, request: Request, keys: Sequ
         return error_response(renamed(error, {} if body is None else body.names()), operation.as_error)
     except ClientDisconnect:
         return Response(status_code=HUNG_UP)
-    except Exception as error:  # a mistake here must not end the process, nor show its insides
+    except Exception as error:  # log it, and show the client only its class
         _log.exception("%s %s failed", request.method, request.url.path)
         return error_response(
             RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), operation.as_error
@@ -195,10 +195,10 @@ async def _answer(site: Site, operation: Operation, request: Request, keys: Sequ
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:
-    """Raise HttpError unless the request carries one of the keys, or none is wanted."""
+    """Raise HttpError unless the request carries one of the keys, or no key is configured."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip().encode() if scheme.lower() == "bearer" else b""
-    matches = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time says nothing of the place
+    matches = [hmac.compare_digest(given, key) for key in keys]  # with all, so that the time reveals nothing
     if keys and not any(matches):
         raise HttpError(
             "unauthorized", "wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS"

@@ -45,7 +45,7 @@ _PICTURES: Final = frozenset({"image", "images", "image_url"})  # keys of pictur
 
 
 def _whole(value: Any) -> Any:
-    """Return a number without its zero fraction, which programs add that know one kind of number."""
+    """Return an integer for a float without fraction, as some programs send."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -138,9 +138,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True)
     #: options of a request, by the client's name
     keys: ClassVar[Mapping[str, Key]] = {}
-    #: they change nothing of the answer
+    #: accepted and ignored
     ignored: ClassVar[frozenset[str]] = frozenset()
-    #: they are not supported: empty values, false, and these change nothing
+    #: unsupported keys, with the values that are accepted because they change nothing; so are empty values
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     _chosen: dict[str, Any] = PrivateAttr(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Chat and completions as OpenAI has them, whole or as server-sent events, with calls of tools."""
+"""Chat and completions in OpenAI's format, whole or as server-sent events, with calls of tools."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def thinks(effort: Effort | None) -> bool | None:
-    """Return whether the model shall think; None if unspecified."""
+    """Return whether the model should think; None if unspecified."""
     return None if effort is None else effort != "none"
 
 
@@ -178,7 +178,7 @@ def _summed(ends: Sequence[Finished]) -> Fields:
 
 
 def _chat_logprobs(tokens: Sequence[Fields]) -> Fields | None:
-    """Return tokens as OpenAI's chats have them with their probabilities, None without any."""
+    """Return tokens with their probabilities in the format of OpenAI's chats, None without tokens."""
     content = [{**_in_bytes(one), "top_logprobs": [_in_bytes(other) for other in one["top"]]} for one in tokens]
     return {"content": content, "refusal": None} if content else None
 
@@ -189,13 +189,13 @@ def _in_bytes(token: Fields) -> Fields:
 
 
 class TextOffsets:
-    """Tokens as OpenAI's completions have them with their probabilities: each with the place where it begins."""
+    """Tokens in the format of OpenAI's completions: each with its probability and the offset where it begins."""
 
     def __init__(self) -> None:
         self._characters = 0
 
     def take(self, tokens: Sequence[Fields]) -> Fields | None:
-        """Return the next tokens, None without any."""
+        """Return the next tokens, None without tokens."""
         texts = [one["token"] for one in tokens]
         ends = [*accumulate(map(len, texts), initial=self._characters)]
         self._characters = ends[-1]
@@ -247,7 +247,7 @@ async def _chat_events(parts: Parts, writing: Writing, about: Fields, has_usage:
 async def _text_events(
     site: Site, requests: Sequence[Fields], parts: Parts, about: Fields, has_usage: bool
 ) -> AsyncIterator[str]:
-    """Yield the events of texts, one after the other; parts: of the first one."""
+    """Yield the events of texts, one after the other; parts: the stream of the first text."""
     about, ends = {**about, **({"usage": None} if has_usage else {})}, list[Finished]()
 
     def events(place: int, read: Parts) -> AsyncIterator[str]:

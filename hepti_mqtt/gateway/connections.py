@@ -15,17 +15,17 @@ SWEEP_TICKS: Final = 50  # of uvicorn's loop, which ticks ten times a second
 
 
 class Connection(H11Protocol):
-    """Closes if its client is late for 30 s: with a head, the rest of a refused body, or reading an answer."""
+    """Closes if its client stalls for 30 s: it sends no whole head or refused body, or does not read the answer."""
 
     _late_since = 0.0
-    _unread_bytes = 0  # at most since then
+    _unread_bytes = 0  # largest backlog since then
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._late_since = self.loop.time()
 
     def sweep(self, now: float) -> None:
-        """Abort the connection if its client is late for too long; now: of the loop's clock."""
+        """Abort the connection if its client stalls for too long; now: of the loop's clock."""
         unread = self.transport.get_write_buffer_size()
         self._unread_bytes = max(self._unread_bytes, unread)
         elapsed = now - self._late_since

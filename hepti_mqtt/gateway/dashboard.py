@@ -24,7 +24,7 @@ from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.protocol.messages import unreadable
 
-LOOK_S: Final = 1.5  # for the heartbeats of all devices: each sends one a second
+HEARTBEATS_S: Final = 1.5  # for the heartbeats of all devices: each sends one a second
 EVERY_S: Final = 2.0
 PLANNER_S: Final = 1.0
 WATCHERS: Final = 64
@@ -70,7 +70,7 @@ class View:
     def look(self) -> dict[str, Any]:
         """Return the devices and models of the site, and in `trouble` the error that hides them, else None."""
         try:
-            devices = self._client.devices(wait_s=LOOK_S)
+            devices = self._client.devices(wait_s=HEARTBEATS_S)
             unused = self._client.unused()
         except HeptiError as error:
             return {"devices": [], "models": [], "trouble": str(error)}

@@ -20,7 +20,6 @@ _STATUSES: Final[Mapping[int, tuple[str, ...]]] = {
     404: ("the model is not served; the message lists the served models", "unknown_model", "not_found"),
     405: ("the path has another method", "method_not_allowed"),
     408: ("the body came too slowly", "slow_body"),
-    409: ("a request of this id runs", "id_in_use"),
     413: ("the body is too long", "too_large"),
     415: ("the body is of another media type", "media_type"),
     422: ("a form without a valid task", "unprocessable"),
@@ -66,7 +65,7 @@ def error_response(error: HeptiError, as_body: Callable[[HeptiError], dict[str, 
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in LATER else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status == 504:  # a client that asks again would begin the same work again
+    if status == 504:  # a retry would start the same work again
         headers["x-should-retry"] = "false"
     return JSONResponse(as_body(error), status, headers)
 

@@ -26,13 +26,13 @@ class Operation(NamedTuple):
     method: str
     path: str
     handler: Handler
-    #: types of answers by media type; a text stands for any
+    #: types of answers by media type; `str` for any text
     answers: Mapping[str, Any]
-    #: of a request that has one; of other methods, what the path names
+    #: type of the body (POST), or of the values in the path; None without
     body: type[Body] | None = None
     #: the body's media type
     reads: str = JSON
-    #: it asks for no key
+    #: needs no key
     is_open: bool = False
     #: the shape of its errors
     as_error: Callable[[HeptiError], dict[str, Any]] = openai_error

@@ -83,7 +83,7 @@ class RerankBody(Body):
 
 
 class CohereBody(RerankBody):
-    """The same; documents are returned where that is said."""
+    """Like `RerankBody`, but documents are returned only on request."""
 
     return_documents: bool = False
 
@@ -249,7 +249,7 @@ async def rerank(site: Site, body: RerankBody) -> Any:
 
 
 async def cohere_rerank(site: Site, body: CohereBody) -> Any:
-    """The same, as Cohere has it."""
+    """Documents by their score for a query, in Cohere's format."""
     return await rerank(site, body)
 
 

@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.core.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
-from hepti_mqtt.gateway.journal import Journal
+from hepti_mqtt.gateway.statistics import GatewayStatistics
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.silence import is_silent
 from hepti_mqtt.service.sound import Floats
 
 TEXTS: Final = 64  # of one request
-FRESH_S: Final = 2.0  # retained records come one by one, so a look at the list takes a fifth of a second
-KNOWN_S: Final = 60.0  # a model that was served a minute ago: the planner itself says if it has gone
+FRESH_S: Final = 2.0  # age of the list of models; reading it takes 0.2 s
+KNOWN_S: Final = 60.0  # age of the list to check a name; the planner refuses a model that is gone
 PIECE_S: Final = 30.0  # of a recording in one request
 LONGEST_S: Final = 3600.0  # of a recording in all
 LEAST_S: Final = 0.02  # of the rest of a recording that is read
 KEPT_TEMPERATURE: Final = 0.5  # of a text that the next window is given, as in the reference
-PING_S: Final = 10.0  # without a part of a stream, after which proxies and clients hear that it goes on
-AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
+PING_S: Final = 10.0  # pause after which a stream sends a ping, so that proxies and clients keep waiting
+AT_ONCE: Final = 4  # concurrent requests of one HTTP request, so that a long list leaves room for others
 
 
 Vectors = NDArray[np.float32]
-#: tokens of a text, None for a pause, and at the end the whole answer
+#: tokens of a text, None for a pause, then the whole answer
 Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
 Show = Callable[[str], Awaitable[None]]
 
@@ -91,7 +91,7 @@ class Site:
         self._served: list[str] = []
         self._listed_s = -inf
         self._listing = asyncio.Lock()
-        self.journal = Journal()
+        self.statistics = GatewayStatistics()
         self.client = client
 
     async def models(self, older_than_s: float = FRESH_S) -> list[str]:
@@ -105,7 +105,7 @@ class Site:
     async def model_named(self, name: str | None, advice: str = "") -> str:
         """Return the model that a body names, or the gateway's own; raises UnknownModelError, RequestError.
 
-        advice: how a missing model comes to be served.
+        advice: how to serve a missing model, for the error.
         """
         served = await self.models(KNOWN_S)
         wanted = name or self._model or (served[0] if len(served) == 1 else None)
@@ -232,9 +232,9 @@ class Site:
         return await self._ask_all(model, bodies, self._text_timeout_s)
 
     async def stream(self, model: str, body: dict[str, Any]) -> Parts:
-        """Return a decoder's tokens as they come, then the whole answer, and None after each `PING_S` without either.
+        """Return an iterator of a decoder's tokens on arrival, None for each pause of `PING_S`, then the whole answer.
 
-        Raises the planner's error here if it comes first and within `PING_S`, else from the iterator.
+        An error before the first item is raised by this call, a later one by the iterator.
         """
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
 
@@ -249,7 +249,7 @@ class Site:
     async def _read(
         self, model: str, stream: AnswerStream, parts: asyncio.Queue[Mapping[str, Any] | None]
     ) -> AsyncGenerator[Mapping[str, Any] | Answer | None, None]:
-        self.journal.waiting[model] += 1
+        self.statistics.waiting[model] += 1
         waited_s = 0.0
         try:
             while True:
@@ -266,14 +266,14 @@ class Site:
                 if part is None:
                     break
                 for token in stream.take(part):
-                    self.journal.add_token(time.time())
+                    self.statistics.add_token(time.time())
                     yield token
             yield stream.result()
         except HeptiError as error:
-            self.journal.add_error(model, error, time.time())
+            self.statistics.add_error(model, error, time.time())
             raise
         finally:
-            self.journal.waiting[model] -= 1
+            self.statistics.waiting[model] -= 1
             stream.cancel()
 
     def _late(self, model: str, limit_s: float) -> DeadlineError:
@@ -295,20 +295,20 @@ class Site:
             async with slots:
                 return await asyncio.wrap_future(self.client.submit(model, **body, **options, deadline_ms=deadline_ms))
 
-        self.journal.waiting[model] += len(bodies)
+        self.statistics.waiting[model] += len(bodies)
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
         except TimeoutError:
             late = self._late(model, limit_s)
-            self.journal.add_error(model, late, time.time())
+            self.statistics.add_error(model, late, time.time())
             raise late from None
         except BaseExceptionGroup as several:
             if isinstance(first := several.exceptions[0], HeptiError):
-                self.journal.add_error(model, first, time.time())
+                self.statistics.add_error(model, first, time.time())
             raise first from None
         finally:
-            self.journal.waiting[model] -= len(bodies)
+            self.statistics.waiting[model] -= len(bodies)
         return [task.result() for task in tasks]
 
 

@@ -1,4 +1,4 @@
-"""A decoder's text as it comes, in no interface's shape: what may be shown, thoughts, calls of tools, and its end."""
+"""A growing text, independent of the interface: visible text, thoughts, tool calls, and the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finished(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     tokens: int
-    #: of the tokens that were not shown yet, in the words of Hepti's answers; none where they are not wanted
+    #: of the tokens that were not shown yet, in the format of Hepti's answers; empty unless requested
     logprobs: list[dict[str, Any]]
 
     @property
@@ -73,7 +73,7 @@ class Writing:
         self.begun_s = 0.0
 
     def add(self, token: Mapping[str, Any]) -> Piece:
-        """Take a token; return what may be shown now."""
+        """Add a token; return the text that may be shown now."""
         self.begun_s = self.begun_s or time.perf_counter()
         thinking = token.get(THINKING, "")
         self._fed += len(token["text"])
@@ -84,7 +84,7 @@ class Writing:
     async def events(
         self, parts: Parts, show: Callable[[Piece], str], finish: Callable[[Finished], Iterable[str]], ping: str = ""
     ) -> AsyncIterator[str]:
-        """Yield the events of a text's parts and of its end; ping: for a pause, "" for that of an empty piece."""
+        """Yield the events of a text's parts and of its end; ping: event of a pause; "": an empty piece."""
         async for part in parts:
             if part is None:
                 yield ping or show(Piece(""))

@@ -1,4 +1,4 @@
-"""Frames: publishes with one array each, requests as frames, and received tensors with their headers cached."""
+"""Frames: publishes with one array each, work frames of runs, and received tensors with their headers cached."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def held_bytes(nbytes: int) -> int:
 #     offset 256            the array, C order, little-endian; nothing after it
 #
 # The header has a fixed size so that the simulator counts bytes exactly. Its size is a multiple of 64, so the array of
-# an aligned payload is aligned. The bytes before the tag are equal in all requests of a shape; they are encoded and
+# an aligned payload is aligned. The bytes before the tag are equal in all runs of a shape; they are encoded and
 # checked once, because this is most of a small frame's cost. Received bodies are views of the payload. All sizes are
 # checked before any allocation. The normative text is docs/reference/wire.md.
 
@@ -305,7 +305,7 @@ def _body_view(frame: Frame) -> memoryview:
     return np.ascontiguousarray(body).reshape(-1).view(np.uint8).data
 
 
-# -- requests --------------------------------------------------------------------------------------------------------
+# -- work frames -----------------------------------------------------------------------------------------------------
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache also
 # [session, flags, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers are the index
@@ -315,7 +315,7 @@ def _body_view(frame: Frame) -> memoryview:
 
 
 class DecoderSession(NamedTuple):
-    """The KV cache of an item of a run; each request has its own number, also for a reused cache."""
+    """The KV cache of an item of a run; each generation has its own number, also for a reused cache."""
 
     number: int = 0  #: 0 for an item without a session
     final: bool = False  #: whether devices drop the session after this run
@@ -361,7 +361,7 @@ def want_of(number: int) -> tuple[Want, bool]:
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
-    """Return the exact bytes of a request's work frame."""
+    """Return the exact bytes of a run's work frame."""
     plain = shape.plain()
     return frame_bytes(_work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows) + input_nbytes)
 
@@ -388,7 +388,7 @@ def encode_work(
     if inputs.dtype != NUMPY_DTYPE[dtype]:
         raise WireError(f"inputs are {inputs.dtype}; send token ids as int32 or pixels as uint8")
     plain = shape.plain()
-    _check_request(plain, dtype, inputs.shape)
+    _check_inputs(plain, dtype, inputs.shape)
     if plain.session_rows and not sessions:
         sessions = (DecoderSession(),) * len(plain.sizes)
     _check_sessions(plain, sessions)
@@ -433,20 +433,20 @@ def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
 def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], memoryview]:
     """Return shape, sessions and inputs (bytes) of a work frame."""
     if frame.kind != "work" or frame.dtype != "u8" or not frame.numbers:
-        raise WireError(f"a frame of kind {frame.kind!r}, {frame.dtype} is not a request")
+        raise WireError(f"a frame of kind {frame.kind!r}, {frame.dtype} is not a work frame")
     dtype = DTYPES[_index("input dtype", frame.numbers[0], len(DTYPES))]
     dims = frame.numbers[1:]
     body = _body_view(frame)
     if len(body) < ALIGN:
-        raise WireError(f"a request of {len(body)} bytes is truncated")
+        raise WireError(f"a work frame of {len(body)} bytes is truncated")
     want, sequences, masks, cache = _COUNTS.unpack_from(body)
     is_want = 0 <= want & ~_ADDED < len(WANTS)
     if not is_want or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
-        raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
+        raise WireError(f"a run cannot have want {want}, {sequences} sequences, {masks} mask rows")
     draws = _draw_numbers(frame, sequences)
     head_bytes = _work_header_bytes(sequences, masks, cache, 4 * draws)
     if head_bytes + prod(dims) * DTYPE_BYTES[dtype] != len(body):
-        raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
+        raise WireError(f"a work frame of {len(body)} bytes has no {sequences} sequences and {dtype}{list(dims)}")
     return *_decode_head(bytes(body[:head_bytes]), dtype, dims, draws), body[head_bytes:]
 
 
@@ -454,7 +454,7 @@ def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], 
 def _decode_head(
     head: bytes, dtype: SlotDtype, dims: tuple[int, ...], draws: int
 ) -> tuple[PlainShape, tuple[DecoderSession, ...]]:
-    """Return shape and sessions of a request; cached because most tokens of a text share a head.
+    """Return shape and sessions of a run; cached because most tokens of a text share a head.
 
     draws: count of int32 numbers for draws.
     """
@@ -464,11 +464,11 @@ def _decode_head(
     if any(flags not in range(_FINAL + _TAKES_OVER + 1) for _, flags, _ in of_sessions):
         raise WireError("a session's flags are a sum of 1 (last run) and 2 (takes its source over)")
     if any(numbers[sequences + masks + len(fields) + draws :]):
-        raise WireError("the request's lengths are not padded with zeros")
+        raise WireError("a work frame's lengths are not padded with zeros")
     kind, added = want_of(want)
     shape = PlainShape(tuple(numbers[:sequences]), kind, tuple(numbers[sequences : sequences + masks]), cache, added)
     sessions = tuple(DecoderSession(n, bool(f & _FINAL), source, bool(f & _TAKES_OVER)) for n, f, source in of_sessions)
-    _check_request(shape, dtype, dims)
+    _check_inputs(shape, dtype, dims)
     _check_sessions(shape, sessions)
     return shape, sessions
 
@@ -522,11 +522,11 @@ def _session_numbers(sequences: int, cache: int) -> int:
 
 
 def check_shape(shape: PlainShape) -> None:
-    """Raise `WireError` for an invalid request shape; its numbers are integers."""
+    """Raise `WireError` for an invalid shape of a run; its numbers are integers."""
     sequences, tokens = len(shape.sizes), shape.size
     if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.sizes) < 1 or tokens > MAX_TOKENS:
         raise WireError(
-            f"a request needs 1 to {MAX_SEQUENCES} sequences of at least one token, at most {MAX_TOKENS} in all, got "
+            f"a run needs 1 to {MAX_SEQUENCES} sequences of at least one token, at most {MAX_TOKENS} in all, got "
             f"{sequences} of {tokens} tokens (want {shape.want!r})"
         )
     rows = shape.mask_rows
@@ -538,7 +538,7 @@ def check_shape(shape: PlainShape) -> None:
         raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
 
 
-def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
+def _check_inputs(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
     check_shape(shape)
     sequences, tokens = len(shape.sizes), shape.size
     # A session's inputs may contain more numbers than ids; the model defines their layout.
@@ -552,7 +552,7 @@ def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors from peers: the common fields of an exchange's frames are decoded and checked once.
 #
-# All requests of a shape have the same exchanges. If sender, topic, size and header prefix of a frame match a checked
+# All runs of a shape have the same exchanges. If sender, topic, size and header prefix of a frame match a checked
 # frame, only its run id is new, and no `Frame` is built. On a slow host, building it took as long as receiving.
 
 

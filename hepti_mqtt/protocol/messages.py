@@ -192,7 +192,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Activate(_Transaction):
-    """Planner to agent: accept requests under this plan version."""
+    """Planner to agent: accept runs under this plan version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Ready(_Transaction):
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress(_Transaction):
-    """Agent to planner: progress of the weights' arrival."""
+    """Agent to planner: loaded bytes of a plan's weights; 0 of 0: the device answers, but has loaded nothing yet."""
 
     done_bytes: int
     total_bytes: int
@@ -258,7 +258,7 @@ class PrepareProgress(_Transaction):
 class PrepareFailed(_Transaction):
     """Agent to planner: the plan cannot be prepared."""
 
-    code: str  #: of an error class
+    code: str  #: of an error, or `memory`, `mesh` or `forgotten`
     text: str
     missing_bytes: int  #: 0 if unknown
     peers: tuple[str, ...] = ()  #: unreachable peers with code "mesh"; the plan may have been ready before

@@ -73,7 +73,7 @@ class ParsedTopic:
     layer: int = 0
     #: sender of an activation: a device or `planner`
     source: str = ""
-    #: receiver of an activation (a device, `planner` or `all`) or of weights, or the first device of a request's plan
+    #: receiver of an activation (a device, `planner` or `all`) or of weights, or the first device of a run's plan
     to: str = ""
     client: str = ""
     request: str = ""
@@ -132,7 +132,7 @@ class Topics:
         return f"{self._root}/plan/{check_model(model)}{_group(group)}"
 
     def work(self, model: str, first: str) -> str:
-        """Return the topic on which the planner sends requests to a plan's devices; first: their first device."""
+        """Return the topic of work frames for a plan's devices; first: their first device."""
         return f"{self._root}/work/{check_model(model)}/{check_name('device', first)}"
 
     def weights(self, device: str) -> str:

@@ -22,10 +22,10 @@ from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
-from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
+from hepti_mqtt.service.handler import Reply, RequestIdentity, encode_failure
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, OnState, Receipt, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.broker_limits import DeliveryWindow, warn_of_limits
+from hepti_mqtt.transport.broker_limits import warn_of_limits
 from hepti_mqtt.transport.url import BrokerUrl
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,14 +40,14 @@ CLIENT_UNDELIVERED_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class OutgoingAnswer:
-    """An answer that the broker has not accepted yet."""
+    """An answer to publish, with the requests that it settles."""
 
     reply: Reply
     requests: Sequence[RawRequest] | None  #: settled after the broker's acknowledgement; None for a partial answer
-    until_s: float | None = None  #: end of the resends; None until the broker reports no subscriber
+    resend_until_s: float | None = None  #: end of the resends; None until the broker reports no subscriber
 
 
-class UnacknowledgedAnswers:
+class AnswersToResend:
     """Answers to resend, in order of due time, limited per client; callable on any thread."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class UnacknowledgedAnswers:
 
     def _undelivered_of(self, client: str | None) -> list[OutgoingAnswer]:
         """Return the answers without subscriber of a client, or of all clients."""
-        undelivered = (answer for _, answer in self._waiting if answer.until_s is not None)
+        undelivered = (answer for _, answer in self._waiting if answer.resend_until_s is not None)
         return [answer for answer in undelivered if client in (None, answer.reply.key.client)]
 
     def _give_up(self, answer: OutgoingAnswer) -> OutgoingAnswer:
@@ -107,14 +107,15 @@ def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Request journal: requests unacknowledged at the broker, and requests that an earlier planner answered.
+# Request journal: the deliveries of unanswered requests (in memory), and marks of answered and of redelivered requests
+# (in a file).
 #
-# The broker redelivers unacknowledged requests after a planner crash. A file in the planner's state directory records
-# which requests may have been answered, and how many planners crashed on each request.
+# The broker redelivers unacknowledged requests to the next planner. The file in the planner's state directory records
+# which requests may have been answered, and how many planners ended during each request.
 
 
-MAX_MARKS: Final = 4096  # marks of each kind
-MAX_DELIVERY_ATTEMPTS: Final = 4  # redeliveries of a request to new planners; the fifth is refused
+MAX_MARKS: Final = 4096  # of answered, and of redelivered requests
+MAX_REDELIVERIES: Final = 4  # of a request to further planners; the fifth is refused
 FILE_BYTES: Final = 1 << 20  # above this size, the file is rewritten with the current marks
 _MARK_BYTES: Final = 16
 _ANSWERED: Final = b"A"
@@ -159,14 +160,15 @@ class Journal:
         packet_id = _mark(raw.model.encode(), raw.client.encode(), packet, raw.payload).hex()
         if raw.delivery.repeated:
             return packet_id
-        # A broker that has lost its session restarts its packet ids, so a new request may repeat an old id.
+        # A broker that has lost its session restarts its packet ids, so a new request may repeat an old id:
+        # it gets a random one.
         key = RequestKey(raw.model, raw.client, packet_id)
         with self._lock:
             is_used = _mark_of(key) in self._answered or key in self._waiting
         return uuid.uuid4().hex if is_used else packet_id
 
-    def count_attempts(self, raw: RawRequest) -> int:
-        """Return how many planners, including this planner, received a request as a redelivery."""
+    def count_redelivery(self, raw: RawRequest) -> int:
+        """Count this planner once if the broker redelivers a request; return the number of planners so far."""
         if raw.delivery is None or not raw.delivery.repeated:
             return 0
         mark = _content(raw)
@@ -177,15 +179,15 @@ class Journal:
                 self._append(_REDELIVERED, mark)
             return self._redelivered[mark]
 
-    def check_attempts(self, raw: RawRequest) -> None:
-        """Raise RemoteError for a request on which planners crashed too often."""
-        if (attempts := self.count_attempts(raw)) > MAX_DELIVERY_ATTEMPTS:
+    def check_redelivery(self, raw: RawRequest) -> None:
+        """Raise RemoteError for a request during which too many planners ended."""
+        if (attempts := self.count_redelivery(raw)) > MAX_REDELIVERIES:
             raise RemoteError(
                 f"The broker delivered this request to {attempts} planners in turn, and each ended before its answer. "
                 "See the planner's log, and send a smaller request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: ClientRequest, topic: str) -> bool:
+    def record_waiting(self, raw: RawRequest, request: RequestIdentity, topic: str) -> bool:
         """Record the delivery of an unanswered request; return whether it is the first one.
 
         All deliveries of a request share its answer, each on its own topic. Raises IdInUseError if another request with
@@ -274,7 +276,7 @@ class Journal:
         redelivered = [
             mark
             for mark, times in self._redelivered.most_common(MAX_MARKS)
-            for _ in range(min(times, MAX_DELIVERY_ATTEMPTS))
+            for _ in range(min(times, MAX_REDELIVERIES))
         ]
         self._redelivered = Counter(redelivered)
         self._redelivered_now &= set(redelivered)
@@ -328,21 +330,60 @@ def _content(raw: RawRequest) -> bytes:
 # The request channel: a connection that receives requests, and answers that acknowledge them.
 
 
-LOOK_S: Final = 5.0  # after the start, so that the probe delays nothing
+class DeliveryWindow:
+    """Unacknowledged requests of the current connection; any thread may call its methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the following fields
+        self._connection = 0
+        self._waiting: dict[int, float] = {}  # time of arrival by packet id
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, receipt: Receipt, now: float) -> None:
+        """Add a request."""
+        with self._lock:
+            if receipt.connection != self._connection:
+                self._connection = receipt.connection
+                self._waiting.clear()
+            self._waiting[receipt.packet] = now
+
+    def restart_age(self, receipt: Receipt, now: float) -> None:
+        """Restart a request's age, because a reader thread has begun to parse it."""
+        with self._lock:
+            if receipt.connection == self._connection and receipt.packet in self._waiting:
+                self._waiting[receipt.packet] = now
+
+    def is_from_earlier(self, receipt: Receipt) -> bool:
+        """Return whether a request belongs to an earlier connection."""
+        return receipt.connection < self._connection
+
+    def remove(self, receipt: Receipt) -> None:
+        """Remove an acknowledged request."""
+        with self._lock:
+            if receipt.connection == self._connection:
+                self._waiting.pop(receipt.packet, None)
+
+    def older_than(self, time_s: float) -> set[Receipt]:
+        """Return the unacknowledged requests that arrived before a time."""
+        with self._lock:
+            return {Receipt(self._connection, packet) for packet, at_s in self._waiting.items() if at_s < time_s}
+
+
+PROBE_S: Final = 5.0  # from the start to the probe of the broker's limits, so that it delays nothing
 CLOSED_S: Final = 0.5  # timeout of the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
 RESEND_FOR_S: Final = 20.0  # clients resubscribe within this time after a broker crash that lost subscriptions
-LOST_S: Final = (
-    60.0  # limit for reading a request and resending its answer; at other times the journal lists the request
-)
+LOST_S: Final = 60.0  # an unlisted delivery this old is lost: reading it and resending its answer take less
 
 
 class RequestChannel:
     """Receive users' requests and send their answers; an answer that cannot be sent yet delays no other answer.
 
-    name: the planner's MQTT client id. place: path of the journal. answers: the connection for answers. on_request:
-    called with a request on the network thread. on_state: called with the state of the requests' connection. will: of
-    the requests' connection. most: unacknowledged requests that the broker may deliver.
+    name: the planner's MQTT client id. path: of the journal. answers: the connection for answers. on_request: called
+    with a request on the network thread. on_state: called with the state of the requests' connection. will: of the
+    requests' connection. most: limit of unacknowledged deliveries.
 
     With shared requests, the MQTT session ends with the connection. Otherwise the broker would keep assigning requests
     to a disconnected planner.
@@ -352,7 +393,7 @@ class RequestChannel:
         self,
         url: BrokerUrl,
         name: str,
-        place: Path,
+        path: Path,
         answers: BrokerConnection,
         decoder: MessageDecoder,
         on_request: Callable[[RawRequest], None],
@@ -364,7 +405,7 @@ class RequestChannel:
         self._on_state, self._was_connected = on_state, False
         self._connected: Connected | None = None  # state of the requests' connection
         self._window = DeliveryWindow()
-        self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
+        self._url, self._name, self._probe_at_s = url, name, time.monotonic() + PROBE_S
         self._requests = BrokerConnection(
             url,
             f"{name}-requests",
@@ -375,8 +416,8 @@ class RequestChannel:
             name="planner-requests",
             receive_maximum=most,
         )
-        self.journal = Journal(place, self._acknowledge)
-        self._undelivered = UnacknowledgedAnswers()
+        self.journal = Journal(path, self._acknowledge)
+        self._to_resend = AnswersToResend()
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
         self._requests.subscribe(self._decoder.requests())
@@ -414,7 +455,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.opened(delivery.receipt, inf)  # until `begin`
+            self._window.add(delivery.receipt, inf)  # until `begin`
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
@@ -437,7 +478,8 @@ class RequestChannel:
             if self._was_connected and not state.resumed and self._decoder.shared is None:
                 self._log.log.warning(
                     "The broker lost the planner's session: requests sent between its restart and the planner's "
-                    "reconnection are lost. See persistence in docs/guide/broker.md."
+                    "reconnection may be lost; Hepti's clients send theirs again. See persistence in "
+                    "docs/guide/broker.md."
                 )
             self._was_connected, self._connected = True, state
         elif isinstance(state, Disconnected):
@@ -446,17 +488,17 @@ class RequestChannel:
 
     def _acknowledge(self, receipt: Receipt) -> None:
         self._requests.acknowledge(receipt)
-        self._window.closed(receipt)
+        self._window.remove(receipt)
 
-    def _handle_published(self, answer: OutgoingAnswer, heard: bool) -> None:
+    def _handle_published(self, answer: OutgoingAnswer, has_subscribers: bool) -> None:
         """Settle a published answer, or keep it for a resend if it had no subscriber."""
         assert answer.requests is not None
         now = time.monotonic()
-        until_s = now + RESEND_FOR_S if answer.until_s is None else answer.until_s
-        if heard or now > until_s:
+        until_s = now + RESEND_FOR_S if answer.resend_until_s is None else answer.resend_until_s
+        if has_subscribers or now > until_s:
             self.journal.settle(answer.requests)
             return
-        for dropped in self._undelivered.put_undelivered(now + RESEND_S, replace(answer, until_s=until_s)):
+        for dropped in self._to_resend.put_undelivered(now + RESEND_S, replace(answer, resend_until_s=until_s)):
             client = dropped.reply.key.client
             self._log.warn_once("undelivered", client, f"Dropped answers of client {client}: it is subscribed to none.")
             self.journal.settle(dropped.requests or ())
@@ -464,15 +506,21 @@ class RequestChannel:
     # -- any thread -------------------------------------------------------------------------------------------------
 
     def begin(self, raw: RawRequest) -> None:
-        """Record that a reader thread starts to parse a request."""
+        """Restart the age of a delivery, because a reader thread has begun to parse it."""
         if raw.delivery is not None and raw.delivery.receipt is not None:
-            self._window.begun(raw.delivery.receipt, time.monotonic())
+            self._window.restart_age(raw.delivery.receipt, time.monotonic())
 
-    def comes_again(self, raw: RawRequest) -> bool:
-        """Return whether the broker will redeliver a request, because an earlier connection received it."""
+    def will_be_redelivered(self, raw: RawRequest) -> bool:
+        """Return whether to drop a delivery, because the broker repeats it on this connection.
+
+        An earlier connection received it, so it cannot be acknowledged.
+        """
         receipt, connected = None if raw.delivery is None else raw.delivery.receipt, self._connected
         return (
-            receipt is not None and connected is not None and connected.resumed and self._window.is_of_earlier(receipt)
+            receipt is not None
+            and connected is not None
+            and connected.resumed
+            and self._window.is_from_earlier(receipt)
         )
 
     def _probe_broker(self) -> None:
@@ -491,9 +539,9 @@ class RequestChannel:
         """Resend due answers, and probe the broker's limits once; now: from `time.monotonic`."""
         if now > self._probe_at_s:
             self._probe_at_s = inf
-            threading.Thread(target=self._probe_broker, name="planner-room", daemon=True).start()
+            threading.Thread(target=self._probe_broker, name="planner-broker-limits", daemon=True).start()
         self._look_for_lost(now)
-        while (answer := self._undelivered.take_due(now)) is not None and self._publish(answer):
+        while (answer := self._to_resend.take_due(now)) is not None and self._publish(answer):
             continue
 
     @property
@@ -502,8 +550,8 @@ class RequestChannel:
         return len(self._window)
 
     def _look_for_lost(self, now: float) -> None:
-        """Warn of lost requests, i.e. neither answered nor waiting: they occupy the broker's delivery window."""
-        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.open_receipts()):
+        """Warn of deliveries that were never acknowledged because of a fault of the planner."""
+        if (old := self._window.older_than(now - LOST_S)) and (lost := old - self.journal.open_receipts()):
             for _ in lost - self._lost:
                 self._log.record(
                     "unacknowledged",
@@ -515,18 +563,18 @@ class RequestChannel:
     def _publish(self, answer: OutgoingAnswer) -> bool:
         """Publish an answer, or keep it if the send queue is full; return whether it was published."""
         reply = answer.reply
-        taken = None if answer.requests is None else partial(self._handle_published, answer)
+        on_acknowledged = None if answer.requests is None else partial(self._handle_published, answer)
         try:
-            self._answers.publish(reply.topic, reply.payload, 1, taken=taken)
+            self._answers.publish(reply.topic, reply.payload, 1, taken=on_acknowledged)
         except PacketLimitError as error:
-            shorter = reply.too_large(error)
+            shorter = reply.as_error(error)
             if len(shorter.payload) < len(reply.payload):
                 return self._publish(replace(answer, reply=shorter))
             self._log.record("unpublished", f"not published to {reply.topic}: {error}")
             self.journal.settle(answer.requests or ())  # even the error is too large: prevent a redelivery
         except NetworkError as error:
             if answer.requests is not None and not self._closed:  # the final answer repeats partial answers
-                self._undelivered.put(time.monotonic() + RESEND_S, answer)
+                self._to_resend.put(time.monotonic() + RESEND_S, answer)
             self._log.record("unpublished", f"not published to {reply.topic}: {error}")
             return False
         return True

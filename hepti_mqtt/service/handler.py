@@ -75,7 +75,7 @@ class Reply(NamedTuple):
     plan: str = ""  #: plan version of the request's runs
     predicted_ms: float | None = None  #: latency predicted by this plan, None for an error
 
-    def too_large(self, error: PacketLimitError) -> Reply:
+    def as_error(self, error: PacketLimitError) -> Reply:
         """Return an error reply in place of an answer that the broker rejects as too large."""
         return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
 
@@ -96,8 +96,8 @@ class OpenModel:
     pins: Pins  #: of the planner's operator
 
 
-class ClientRequest(NamedTuple):
-    """Identity of a request as its client sent it."""
+class RequestIdentity(NamedTuple):
+    """A request's identity to its client: key and content hash."""
 
     key: RequestKey  #: with the model's public name
     digest: bytes  #: of the request, b"" without an id of the client
@@ -136,7 +136,7 @@ class _ReplyContext:
     received_s: float
     streams: bool  #: publish partial answers before the whole answer
     written: WrittenText | None  #: text of the generated tokens, None if the request does not stream text
-    client_request: ClientRequest
+    identity: RequestIdentity
     joint: Joint | None = None  #: of a request whose answer needs outputs of several models
     thoughts: Thoughts | None = None  #: separates thoughts from text; None without thoughts
 
@@ -187,13 +187,13 @@ class RequestHandler:
         self, key: RequestKey, data: Mapping[str, Any], now: float, topics: Topics, bare: bool
     ) -> Request | Reply:
         model, client = key.model, key.client
-        served = self._models_by_public_name.get(model)
-        if served is None:
+        candidates = self._models_by_public_name.get(model)
+        if candidates is None:
             raise UnknownModelError(
                 f"this planner serves no model {model}, only: {', '.join(sorted(self._models_by_public_name))}"
             )
-        parts, pins = split_envelope(data), {reader.name: request_pins(data, reader.pins) for reader in served}
-        if pins[served[0].name] is not None and self._request_pins == "none":
+        parts, pins = split_envelope(data), {reader.name: request_pins(data, reader.pins) for reader in candidates}
+        if pins[candidates[0].name] is not None and self._request_pins == "none":
             raise RequestError(
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
@@ -202,13 +202,13 @@ class RequestHandler:
         if parts.reply_to and not topics.response_allowed(parts.reply_to, model, client):
             own = topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
-        request_digest = digest(data) if parts.id else b""  # a generated id is never repeated by the client
+        request_digest = digest(data) if parts.id else b""  # without an id, only the broker repeats a request
         cached = self._cached_answer(key)
         if cached is not None and cached.digest != request_digest:
             raise IdInUseError.of(key.id)
         if cached is not None:
             return Reply(topic, cached.payload, key)
-        inputs = _read_by(served, parts.body)
+        inputs = _read_by(candidates, parts.body)
         with_pictures = inputs[-1][1].pictured is not None
         joint = Joint(inputs[-1][0].checkpoint if with_pictures else None) if len(inputs) > 1 else None
         built, specs = [], [reader.checkpoint.spec for reader, _ in inputs]
@@ -216,7 +216,7 @@ class RequestHandler:
             written = None if bare or not prepared.new_tokens else WrittenText(reader.checkpoint, prepared.stop)
             thoughts = None if prepared.thoughts is None else Thoughts(prepared.thoughts)
             context = _ReplyContext(
-                topic, prepared, now, not bare, written, ClientRequest(key, request_digest), joint, thoughts
+                topic, prepared, now, not bare, written, RequestIdentity(key, request_digest), joint, thoughts
             )
             self._quota.take(prepared.inputs.nbytes, context)
             own_pins = pins[reader.name]
@@ -228,12 +228,12 @@ class RequestHandler:
 
     @staticmethod
     def parts_of(request: Request) -> tuple[Request, ...]:
-        """Return the requests to start immediately for a client's request; the argument is the first of them."""
+        """Return the requests to start now: all models of a joint request, but no text that waits for its pictures."""
         joint = _context(request).joint
         return (request,) if joint is None or joint.words is not None else joint.requests
 
     def following(self, answer: AnswerRequest) -> Request | None:
-        """Return the text request that continues the answer of its pictures, None for other answers.
+        """Return the text request that waited for these pictures, None for other answers.
 
         Raises ModelError if the answer has rows that no prompt can contain.
         """
@@ -247,16 +247,16 @@ class RequestHandler:
         return text
 
     @staticmethod
-    def address(request: Request) -> tuple[ClientRequest, str]:
+    def address(request: Request) -> tuple[RequestIdentity, str]:
         """Return a request's identity as its client sent it, and the topic of its answer."""
-        return _context(request).client_request, _context(request).topic
+        return _context(request).identity, _context(request).topic
 
     def cached_reply(self, request: Request) -> Reply | None:
         """Return the answer to an earlier delivery of a request, None without one."""
         context = _context(request)
-        cached = self._cached_answer(context.client_request.key)
-        is_same = cached is not None and cached.digest == context.client_request.digest
-        return Reply(context.topic, cached.payload, context.client_request.key) if cached and is_same else None
+        cached = self._cached_answer(context.identity.key)
+        is_same = cached is not None and cached.digest == context.identity.digest
+        return Reply(context.topic, cached.payload, context.identity.key) if cached and is_same else None
 
     def _topics_of(self, raw: RawRequest) -> Topics:
         return Topics(raw.site) if raw.site else self._topics
@@ -304,16 +304,16 @@ class RequestHandler:
             fields[THINKING], fields["text"] = thoughts.feed(fields["text"])
         if command.likely:
             fields[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
-        if command.attempt:  # the text starts again
+        if command.attempt:  # another attempt: tokens are numbered from 0 again
             fields["attempt"] = command.attempt
-        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).identity.key)
 
-    def encode_taken(self, request: Request, group: str) -> Reply | None:
-        """Return the JSON that names the group with the request, None if the client accepts only the answer."""
+    def encode_acceptance(self, request: Request, group: str) -> Reply | None:
+        """Return the partial answer `accepted_by`, None if the client gets a single message."""
         if not _context(request).streams:
             return None
         fields = {"id": request.key.id, ACCEPTED_BY: group, "final": False}
-        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).identity.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply | None:
         """Return the JSON of a result, or of an error if it is invalid; None while another output is missing."""
@@ -338,9 +338,9 @@ class RequestHandler:
                 else None
             )
         except HeptiError as error:
-            return self.encode_refusal(RefuseRequest(request, error))
+            return self.encode_error(RefuseRequest(request, error))
         except ValueError as error:  # the outputs of the batches have different shapes
-            return self.encode_refusal(
+            return self.encode_error(
                 RefuseRequest(request, RemoteError(f"the devices' outputs do not fit together: {error}"))
             )
         by_model = [[self._forecasts.lookup(s.plan, s.shape) for s in one.stats] for one in together]
@@ -375,15 +375,13 @@ class RequestHandler:
         if context.model_input.new_tokens:
             fields["final"] = True
             fields["cached_tokens"] = 0 if request.generation is None else request.generation.session.reused_rows
-        head = {"id": request.key.id, "model": context.client_request.key.model, "ok": True}
+        head = {"id": request.key.id, "model": context.identity.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(fields, allow_nan=False)[1:]}'.encode()
-        self._cache_answer(context.client_request, payload)
-        return Reply(
-            context.topic, payload, context.client_request.key, "ok", str(plan.version), fields["predicted_ms"]
-        )
+        self._cache_answer(context.identity, payload)
+        return Reply(context.topic, payload, context.identity.key, "ok", str(plan.version), fields["predicted_ms"])
 
-    def encode_refusal(self, command: RefuseRequest) -> Reply | None:
+    def encode_error(self, command: RefuseRequest) -> Reply | None:
         """Return the JSON of an error, None after another error of the same joint request.
 
         Errors are not cached, so that the client may send the same request again.
@@ -391,7 +389,7 @@ class RequestHandler:
         context = _context(command.request)
         if context.joint is not None and not context.joint.fail():
             return None
-        key = context.client_request.key
+        key = context.identity.key
         return Reply(context.topic, encode_failure(key.id, command.error), key, command.error.code)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
@@ -401,7 +399,7 @@ class RequestHandler:
                 self._answered.move_to_end(key)
             return answer
 
-    def _cache_answer(self, request: ClientRequest, payload: bytes) -> None:
+    def _cache_answer(self, request: RequestIdentity, payload: bytes) -> None:
         with self._lock:
             if (replaced := self._answered.pop(request.key, None)) is not None:
                 self._answered_bytes -= len(replaced.payload)

@@ -35,7 +35,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 
 STATE_S: Final = 10.0  # between two states of a device: a state a second would fill Home Assistant's history
 TICK_S: Final = 1.0  # between two updates of rates
-SETTLE_S: Final = 2.0  # until retained messages have arrived after a connection
+RETAINED_S: Final = 2.0  # until retained messages have arrived after a connection
 LONGEST_STATE: Final = 255  # characters of a state; Home Assistant shows a longer state as unknown
 MINUTE_S: Final = 60.0
 SHORT: Final = 2048  # bytes; a longer answer is not parsed for an error
@@ -205,7 +205,7 @@ class HomeAssistantSession:
 
     def handle_connection(self, now: float) -> list[Publish]:
         """Publish all messages again, because the broker may have lost them."""
-        self._settled_s = now + SETTLE_S
+        self._settled_s = now + RETAINED_S
         self._retained.clear()
         return self._publish_all(now)
 

@@ -24,7 +24,7 @@ AnyMetric = TypeVar("AnyMetric", Counter, Gauge, Histogram)
 class PlannerMetrics:
     """The planner's metrics; any thread may read them.
 
-    models: served models. dropped: returns the counters of unused messages.
+    models: served models. dropped: returns the counters of dropped messages and internal faults.
     """
 
     def __init__(self, models: Iterable[str], dropped: Callable[[], Mapping[str, int]]) -> None:
@@ -38,9 +38,7 @@ class PlannerMetrics:
         self._seconds = metric(Histogram, "request_seconds", about, "model", "outcome", buckets=BUCKETS_S)
         self._waiting = metric(Gauge, "waiting_requests", "Requests that wait to run", "model")
         self._running = metric(Gauge, "running_runs", "Runs under way", "model")
-        about = (
-            "Requests that the broker keeps until they are answered; it delivers no others while they fill its window"
-        )
+        about = "Requests without acknowledgement; the broker delivers no others while they fill its window"
         self._unacknowledged = metric(Gauge, "unacknowledged_requests", about)
         self._serving = metric(Gauge, "plan_active", "1 while a plan serves", "model")
         self._devices = metric(Gauge, "devices", "Devices; usable: plans may use them", "state")
@@ -91,7 +89,7 @@ class PlannerMetrics:
 
     def _collect(self) -> Iterator[Metric]:
         dropped = CounterMetricFamily(
-            "hepti_planner_dropped", "Messages that were not used, by reason", labels=("reason",)
+            "hepti_planner_dropped", "Dropped messages and internal faults, by reason", labels=("reason",)
         )
         for reason, count in self._dropped().items():
             dropped.add_metric((reason,), count)

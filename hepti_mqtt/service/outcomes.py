@@ -13,8 +13,8 @@ from hepti_mqtt.service.handler import Reply
 MAX_EVENT_ANSWERS: Final = 64  # per event: a page cannot show more in a second
 
 
-class Served:
-    """Answers that no event contains yet; callable on any thread."""
+class RecentAnswers:
+    """Outcomes of answers that no event contains yet; callable on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

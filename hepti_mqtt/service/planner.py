@@ -55,7 +55,7 @@ from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.last_state import read_state, save_state
-from hepti_mqtt.service.outcomes import Served
+from hepti_mqtt.service.outcomes import RecentAnswers
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
@@ -75,9 +75,9 @@ if TYPE_CHECKING:
 # The threads of a planner.
 #
 # The network thread decodes and enqueues. The session thread (the caller of `run_planner`) handles one event at a time
-# and executes the commands. Only this thread accesses the session; the other threads receive immutable values: commands
-# and the current plans. Searching, tokenising, forecasting and reading tiles have their own threads, so that none of
-# them delays a running request.
+# and executes the commands. Only this thread calls the session; other threads read its public key and counters, and
+# receive immutable values: commands and the current plans. Searching, tokenising, forecasting and reading tiles have
+# their own threads, so that none of them delays a running request.
 
 
 TICK_S: Final = 0.1
@@ -85,11 +85,11 @@ MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-UNREAD_BYTES: Final = 64 << 20  # of unparsed requests
+UNREAD_BYTES: Final = 64 << 20  # of requests that wait for a reader thread
 REQUEST_BYTES: Final = 2048  # overhead of an unparsed request's Python objects
 MOST_REQUESTS: Final = UNREAD_BYTES // REQUEST_BYTES  # unacknowledged requests that the broker may deliver
-OPEN_REQUESTS: Final = 192  # parsed unanswered requests per model, below the coordinator's limit
-MAX_UNREFUSED: Final = 4096  # requests above the limits that wait for their refusal
+MAX_PARSED: Final = 192  # parsed unanswered requests per model, below the coordinator's limit
+MAX_UNREFUSED: Final = 4096  # overflowing requests that wait for an error answer
 MAX_UNREFUSED_BYTES: Final = 32 << 20
 READER_THREADS: Final = 2  # one thread at a time reads the requests of a client
 ANSWER_THREADS: Final = 2
@@ -103,7 +103,7 @@ _NOT_SHARED: Final = (
 )
 
 PlannerState = Literal["starting", "online", "offline"]
-Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
+ReplyCommand = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -131,8 +131,8 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         models = open_models(config, stack)
         if (start := claiming.result()) is None:
             return
-        if (loud := open_broker_warning(config.url)) is not None:
-            config.log.warning(loud)
+        if (warning := open_broker_warning(config.url)) is not None:
+            config.log.warning(warning)
         _Planner(config, start, models).run(stop)
 
 
@@ -159,7 +159,7 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
 def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
     """Return the session of a planner; at log level debug, it checks its invariants after each event."""
     options = config.options
-    served = tuple(
+    served_models = tuple(
         ServedModel(
             m.name,
             m.checkpoint.spec,
@@ -173,7 +173,7 @@ def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenM
     return session.CoordinatorSession(
         config.site,
         start.boot,
-        served,
+        served_models,
         options.in_flight,
         broker_bytes_per_s=None if options.broker_mbit is None else options.broker_mbit * 1e6 / 8,
         secret=token_bytes(KEY_BYTES),
@@ -184,46 +184,45 @@ def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenM
 
 
 def _placement(plan: Plan | None) -> tuple[PlanVersion, tuple[str, ...]] | None:
-    """Return a plan's version and devices: its prices change with each search, and nothing is saved for them."""
+    """Return a plan's version and devices, without its prices, which change with each search."""
     return None if plan is None else (plan.version, plan.devices)
 
 
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
         self.config, self.start, self.models, options = config, start, models, config.options
-        self.name = NameHolder(start)
+        self.name_holder = NameHolder(start)
         self.log = config.log
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), options.shared)
         self.topics = self.decoder.topics
         self.clocks: dict[str, float] = {}
         self.recalled = set[str]()  # models with a plan of an earlier planner
         self.unrecalled = set(models)  # models with a record of an earlier planner
-        self.shown: dict[str, PublishPlan] = {}
+        self.published_plans: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # reasons of unused devices in the published records
         self.session = _coordinator(config, start, models)
         self.checkpoints = {name: model.checkpoint for name, model in models.items()}
         self.state = state_directory(config.site, config.state_dir)
-        self.last = read_state(self.state, self.checkpoints, self.log)
-        self.session.recall_texts(self.last.texts)
+        self.last_state = read_state(self.state, self.checkpoints, self.log)
+        self.session.recall_texts(self.last_state.texts)
         self.has_served = False  #: a plan was active, so the last planner's state file is obsolete
-        self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
-        self.standing: tuple[PlanSnapshot, ...] = ()
+        self.will_debounce, self.broker_watch = LastWillDebounce(self.session), BrokerWatch()
+        self.snapshots: tuple[PlanSnapshot, ...] = ()
         self.computing: frozenset[str] = frozenset()  #: models with active runs
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, options.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, options.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        # Per client as many requests as keep the devices busy, so that other clients wait only for these.
-        window = Window(min((options.in_flight + 1) * options.batch, OPEN_REQUESTS), OPEN_REQUESTS)
+        # Parsed requests per client: one batch more than run at once. The client's other requests wait unread.
+        window = Window(min((options.in_flight + 1) * options.batch, MAX_PARSED), MAX_PARSED)
         self.reading = FairExecutor(
             "planner-reader", READER_THREADS, self._run_guarded, limit_bytes=UNREAD_BYTES, window=window
         )
-        self.answering = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
+        self.answering = FairExecutor("planner-answers", ANSWER_THREADS, self._run_guarded)
         self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
         self.searching = FairExecutor("planner-search", 1, self._run_guarded)
-        self.hurried = FairExecutor(
-            "planner-hurried", 1, self._run_guarded
-        )  # so that short searches do not wait for a long search
+        # Short searches do not wait for a long search.
+        self.short_searching = FairExecutor("planner-short-search", 1, self._run_guarded)
         self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.answering.idle))
         self.failure: HeptiError | None = None
         self._make_connections(f"hepti-{config.site}-planner")
@@ -238,10 +237,10 @@ class _Planner:
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
-        self.sweep = RetainedSweep(config.url, self.topics, self.log)
+        self.retained_sweep = RetainedSweep(config.url, self.topics, self.log)
         self.dropped: int | None = None  # messages dropped by the broker, by its last report
-        self.served = Served()
-        self.home = self._home_assistant(options.home_assistant)
+        self.outcomes = RecentAnswers()
+        self.home_assistant = self._home_assistant(options.home_assistant)
         self.metrics = self._metrics()
 
     def _make_connections(self, name: str) -> None:
@@ -323,7 +322,7 @@ class _Planner:
         elif isinstance(state, Disconnected):
             self.log.warning("lost the connection to the broker: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
-            self.inbox.post(lambda: self.name.handle_loss(time.monotonic()))
+            self.inbox.post(lambda: self.name_holder.handle_loss(time.monotonic()))
             self.inbox.post(interface.BrokerConnection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
@@ -351,9 +350,9 @@ class _Planner:
         self.reading.submit(line, read, len(raw.payload) + REQUEST_BYTES, refuse, model)
 
     def _line(self, raw: RawRequest) -> tuple[str, str]:
-        """Return the reader queue of a request, and the model of its window.
+        """Return the name of the request's reader queue, and the model whose window counts it.
 
-        A cancel has its own queue, so that it does not wait for requests.
+        A payload that begins with `{"cancel"` has its own queue; a cancel in another spelling waits its turn.
         """
         model = raw.model if raw.model in self.models else ""
         is_cancel = raw.payload.startswith(CANCEL)
@@ -364,12 +363,11 @@ class _Planner:
             f"More than {UNREAD_BYTES >> 20} MB of requests wait to be read, most from client {raw.client}. "
             "Try again later."
         )
-        # Hashing the payload and searching it for an id would block this thread.
+        # On another thread, because finding the id takes time.
         refuse = partial(self._refuse_unread, raw, error)
         drop = partial(self._drop, "untold", f"a request of {raw.client}, unanswered")
-        nbytes = min(
-            len(raw.payload), MAX_UNREFUSED_BYTES
-        )  # so that a larger request can be refused, if no other waits
+        # A larger request can be refused, too, if no other waits.
+        nbytes = min(len(raw.payload), MAX_UNREFUSED_BYTES)
         self.refusing.submit(raw.client, refuse, nbytes, drop)
 
     def _drop(self, kind: str, what: str) -> None:
@@ -378,43 +376,43 @@ class _Planner:
     # -- reader, refuser and answer threads -------------------------------------------------------------------------
 
     def _read(self, raw: RawRequest, now: float) -> None:
-        """Read a request; if it is already settled, admit the client's next request."""
-        waits = False
+        """Parse a request; free its place in the client's window unless it waits for its answer."""
+        is_waiting = False
         try:
-            waits = self._take_in(raw, now)
+            is_waiting = self._start_request(raw, now)
         finally:
-            if not waits:
+            if not is_waiting:
                 self.reading.close_task(self._line(raw)[0])
 
-    def _take_in(self, raw: RawRequest, now: float) -> bool:
-        """Read a request; return whether it waits for its answer."""
+    def _start_request(self, raw: RawRequest, now: float) -> bool:
+        """Parse a request and start it; return whether it waits for its answer."""
         self.channel.begin(raw)
-        if self.channel.comes_again(raw):
+        if self.channel.will_be_redelivered(raw):
             return False
         journal = self.channel.journal
         try:
-            journal.check_attempts(raw)
-            first = self.handler.read_request(raw, now, journal.id_for)
-            is_new = isinstance(first, Request) and journal.record_waiting(raw, *self.handler.address(first))
+            journal.check_redelivery(raw)
+            parsed = self.handler.read_request(raw, now, journal.id_for)
+            is_new = isinstance(parsed, Request) and journal.record_waiting(raw, *self.handler.address(parsed))
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return False
-        if isinstance(first, RequestKey):
-            self.inbox.post(interface.RequestCancelled(first))
-            journal.settle([raw])  # otherwise it would occupy the broker's delivery window for ever
+        if isinstance(parsed, RequestKey):
+            self.inbox.post(interface.RequestCancelled(parsed))
+            journal.settle([raw])  # or it would occupy the broker's delivery window forever
             return False
-        if isinstance(first, Reply):
-            self.channel.send(first, [raw])
-            if first.outcome != "ok":  # otherwise the answer is a cached one
-                self.served.record(first, 0.0, time.time())
+        if isinstance(parsed, Reply):
+            self.channel.send(parsed, [raw])
+            if parsed.outcome != "ok":  # a cached answer was counted before
+                self.outcomes.record(parsed, 0.0, time.time())
             return False
-        cached = self.handler.cached_reply(first) if is_new else None
+        cached = self.handler.cached_reply(parsed) if is_new else None
         if cached is not None:  # of a delivery that was answered since `read_request`
             self._deliver(cached)
         elif is_new:
-            if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
-                self.channel.send(taken)
-            for request in self.handler.parts_of(first):
+            if raw.site and (acceptance := self.handler.encode_acceptance(parsed, self.config.site)) is not None:
+                self.channel.send(acceptance)
+            for request in self.handler.parts_of(parsed):
                 self._begin(request)
         return True
 
@@ -422,16 +420,16 @@ class _Planner:
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events already wait for the planner; try again later")
             self._answer(interface.RefuseRequest(request, full))
-        self.handler.request_forecast(request)  # after its dispatch, so that the forecast does not delay it
+        self.handler.request_forecast(request)  # after posting, so that the forecast does not delay the dispatch
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
         self.channel.send(reply, [raw])
-        self.served.record(reply, 0.0, time.time())
+        self.outcomes.record(reply, 0.0, time.time())
         if self.metrics is not None:
             self.metrics.record_answer(raw.model, error.code, 0.0)
 
-    def _answer(self, command: Answering) -> None:
+    def _answer(self, command: ReplyCommand) -> None:
         if isinstance(command, interface.TokenReady):
             if (part := self.handler.encode_token(command)) is not None:
                 self.channel.send(part)
@@ -442,17 +440,17 @@ class _Planner:
             reply = (
                 self.handler.encode_answer(command, time.monotonic())
                 if isinstance(command, interface.AnswerRequest)
-                else self.handler.encode_refusal(command)
+                else self.handler.encode_error(command)
             )
         except Exception as error:
-            reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
+            reply = self.handler.encode_error(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
         self._deliver(reply)
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
-        self.served.record(reply, 1e3 * age_s, time.time())
-        if self.home is not None:
-            self.home.record_reply(model, 1e3 * age_s, reply.payload)
+        self.outcomes.record(reply, 1e3 * age_s, time.time())
+        if self.home_assistant is not None:
+            self.home_assistant.record_reply(model, 1e3 * age_s, reply.payload)
         if self.metrics is not None:
             stats = command.stats if isinstance(command, interface.AnswerRequest) else ()
             self.metrics.record_answer(model, reply.outcome, age_s, stats)
@@ -481,33 +479,33 @@ class _Planner:
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
         self.control.subscribe([(DROPPED_TOPIC, 0)])  # separately, because a broker may refuse it
-        executors = (self.reading, self.answering, self.refusing, self.searching, self.hurried)
+        executors = (self.reading, self.answering, self.refusing, self.searching, self.short_searching)
         threads = [
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
-        served = None
+        metrics_server = None
         try:
             if self.metrics is not None and self.config.options.metrics is not None:
-                served = self.metrics.serve(self.config.options.metrics)
-            for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
+                metrics_server = self.metrics.serve(self.config.options.metrics)
+            for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home_assistant):
                 if link is not None:
                     self._connect(link, stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
                 executor.start()
-            self.sweep.start()
+            self.retained_sweep.start()
             self._serve(stop)
         finally:
             for executor in executors:
                 executor.close()
             self.forecasts.close()
-            self.sweep.close()
+            self.retained_sweep.close()
             self.tiles.close()
             self._shut_down()
-            if served is not None:
-                served.close()
+            if metrics_server is not None:
+                metrics_server.close()
         if self.failure is not None:
             raise self.failure
         if self.has_served:
@@ -529,10 +527,10 @@ class _Planner:
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.channel.resend_due(time.monotonic())
-                if (served := self.served.take()) is not None:
-                    self._publish(self.topics.event(ANSWERS), served, 0)
-                if self.home is not None:
-                    self.home.tick()
+                if (event := self.outcomes.take()) is not None:
+                    self._publish(self.topics.event(ANSWERS), event, 0)
+                if self.home_assistant is not None:
+                    self.home_assistant.tick()
                 if self.metrics is not None:
                     self.metrics.look(self.session, self.channel.unacknowledged, time.monotonic())
             self.throttle.run_before_searches(
@@ -546,7 +544,7 @@ class _Planner:
                 self._run_guarded(partial(self._handle, heartbeat))
         heard_s = max(self.control.heard_s, self.heartbeats.heard_s)
         if "control" not in self.away and self.session.fleet.usable():
-            verdict = self.watch.look(heard_s, time.monotonic())
+            verdict = self.broker_watch.look(heard_s, time.monotonic())
             if verdict == "ask":
                 self._publish_event("alive", "is the broker alive?")  # the broker acknowledges this event
             elif verdict is not None:
@@ -562,12 +560,12 @@ class _Planner:
 
     def _handle(self, event: interface.CoordinatorEvent) -> None:
         try:
-            wanted: Sequence[interface.CoordinatorCommand] = self.will_debounce.handle(event, time.monotonic())
+            commands: Sequence[interface.CoordinatorCommand] = self.will_debounce.handle(event, time.monotonic())
         except Exception as error:
             if not isinstance(event, interface.RequestArrived):
                 raise
-            wanted = [interface.RefuseRequest(event.request, self._internal_error(error))]
-        for command in wanted:
+            commands = [interface.RefuseRequest(event.request, self._internal_error(error))]
+        for command in commands:
             self._run_guarded(partial(self._execute, command))
         if isinstance(event, interface.DeviceHeartbeat):
             self._compare_clock(event.device, event.heartbeat.clock_s)
@@ -578,20 +576,20 @@ class _Planner:
             self.forecasts.set_busy_models(computing)
             self.throttle.set_serving(bool(computing))
             self.tiles.set_serving(bool(computing))
-        if (standing := self.session.snapshot()) != self.standing:
-            self.standing = standing
-            self.forecasts.set_plans(standing)
+        if (snapshots := self.session.snapshot()) != self.snapshots:
+            self.snapshots = snapshots
+            self.forecasts.set_plans(snapshots)
 
     def _recall(self, model: str, payload: bytes) -> None:
-        """Handle a retained record of a model from an earlier planner, until the broker delivers our own record.
+        """Use the retained record of an earlier planner, until the broker returns this planner's own record.
 
-        A planner that stopped normally has saved its plan on disk instead.
+        After a normal stop, the record is empty and the state file has the plan.
         """
         boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
         is_own = boot == self.start.boot
         if is_own:
             self.unrecalled.discard(model)
-            recalled = None if model in self.recalled else self.last.plans.get(model)
+            recalled = None if model in self.recalled else self.last_state.plans.get(model)
         if recalled is not None:
             self.recalled.add(model)
         elif is_own and model not in self.recalled:  # a search follows
@@ -613,16 +611,16 @@ class _Planner:
         self._publish_plans()
 
     def _publish_plans(self) -> None:
-        for shown in self.shown.values():
+        for shown in self.published_plans.values():
             self._publish_plan(shown)
 
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, Answering):
+        elif isinstance(command, ReplyCommand):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
+            executor = self.short_searching if SEARCHES[command.kind].is_short else self.searching
             executor.submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
@@ -637,7 +635,7 @@ class _Planner:
         event = json.dumps({"kind": kind, "text": text, "time": time.time()})
         self._publish(self.topics.event(kind), event.encode())
 
-    def _queue_answer(self, command: Answering) -> None:
+    def _queue_answer(self, command: ReplyCommand) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)
         if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
             # The forecast is the answer.
@@ -648,9 +646,9 @@ class _Planner:
 
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
-        served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
-        before = self.shown.get(shown.model)
-        self.shown[shown.model], self.unused = shown, unused
+        spec_and_path, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
+        before = self.published_plans.get(shown.model)
+        self.published_plans[shown.model], self.unused = shown, unused
         self.has_served = self.has_served or bool(shown.active or shown.pinned)
         if shown.active is not None and (before is None or _placement(before.active) != _placement(shown.active)):
             self._save_state(())  # KV caches only at the end, because they change with every request
@@ -659,20 +657,19 @@ class _Planner:
         machines, zero_s = self.session.fleet.machines(), time.time() - now
         languages, card = checkpoint.languages, model_card(checkpoint)
         record = encode_record(
-            served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, languages, machines, card
+            spec_and_path, self.start.boot, shown, zero_s, unused, self.clocks, evidence, languages, machines, card
         )
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
-            plans = [self.shown[name].active if name in self.shown else None for name in self.models]
-            self.channel.set_sharing(
-                None not in plans
-            )  # only with a plan for every model: other planners answer until then
+            shown_plans = [self.published_plans.get(name) for name in self.models]
+            # Take shared requests only with a plan for every model.
+            self.channel.set_sharing(all(shown and shown.active for shown in shown_plans))
 
     def _save_state(self, texts: Iterable[HeldText]) -> None:
         """Save the plans for the next planner, including plans of models that have not served yet."""
-        self.last = self.last._replace(plans={**self.last.plans, **self.session.last_plans()})
-        save_state(self.state, self.last.plans, texts, self.checkpoints, self.log)
+        self.last_state = self.last_state._replace(plans={**self.last_state.plans, **self.session.last_plans()})
+        save_state(self.state, self.last_state.plans, texts, self.checkpoints, self.log)
 
     def _connected(self) -> None:
         """Publish all retained messages again after each connection, because the broker may have lost them."""
@@ -686,7 +683,7 @@ class _Planner:
         )
 
     def _announce(self, connection: str) -> None:
-        """Publish that the planner is online once requests reach it; clients then resend their pending requests."""
+        """Publish `online` if all connections are up; clients then resend their pending requests."""
         self.away.discard(connection)
         if not self.away:
             self._say("online")
@@ -702,7 +699,7 @@ class _Planner:
         if self.echoes and status == decode_status(self.echoes[0]):
             self.echoes.popleft()
             return
-        verdict = self.name.handle(status, time.monotonic())
+        verdict = self.name_holder.handle(status, time.monotonic())
         if verdict == "taken":
             self.failure = ConfigError(f"another planner has taken over site {self.config.site}; this planner stops")
         elif self.retained_status is not None and (
@@ -749,8 +746,8 @@ class _Planner:
                 self._publish(*shared)
         self.bulk.close()
         self.heartbeats.close()
-        if self.home is not None:
-            self.home.close()
+        if self.home_assistant is not None:
+            self.home_assistant.close()
         self.control.close(None if replaced else self._status("offline"))
         self.channel.close()
 
@@ -768,7 +765,7 @@ class _Planner:
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)
 
     def _shared(self, state: PlannerState) -> Will | None:
-        """Return our status at the site of the shared requests, None without sharing."""
+        """Return the planner's status at the site of the shared requests, None without sharing."""
         if self.decoder.shared is None:
             return None
         return Will(self.decoder.shared.planner_status(self.config.site), self._status(state).payload, 1, retain=True)

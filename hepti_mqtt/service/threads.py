@@ -20,10 +20,10 @@ Outcome = TypeVar("Outcome")
 
 
 class Window(NamedTuple):
-    """Limits of open items, i.e. taken and not closed."""
+    """Limits of items in progress, from `take` to `close`."""
 
-    client: int  #: per client
-    group: int  #: of all clients of a group
+    client: int  #: of one client
+    group: int  #: of all clients of one group (model)
 
 
 @dataclass(slots=True)
@@ -34,15 +34,15 @@ class _Line(Generic[Item]):
     items: deque[tuple[Item, int]] = field(default_factory=deque)  #: waiting items with their bytes, oldest first
     nbytes: int = 0
     busy: bool = False  #: an item is being processed
-    open: int = 0  #: items taken and not closed
+    in_progress: int = 0  #: items from `take` to `close`
 
 
 class RoundRobin(Generic[Item]):
     """Bounded queues of clients, served in turn; a client's items are taken in order, one at a time.
 
-    A client with an empty queue waits for at most one item of each other client. Over the limits, the newest item of
-    the client with the largest share is dropped. limit, limit_bytes: of all waiting items. window: of open items; None
-    closes each item when it is done.
+    The first item of an idle client waits for at most one item of each other client. Over the limits, the newest item
+    of the client with the largest share is dropped. limit, limit_bytes: of all waiting items. window: of items in
+    progress; None closes each item when it is done.
     """
 
     def __init__(self, limit: float, limit_bytes: float, window: Window | None = None) -> None:
@@ -50,7 +50,7 @@ class RoundRobin(Generic[Item]):
         self._lines: dict[str, _Line[Item]] = {}
         self._next: OrderedDict[str, None] = OrderedDict()  # clients with an admitted next item
         self._full: dict[str, OrderedDict[str, None]] = {}  # clients that wait for their group's window
-        self._open: Counter[str] = Counter()  # by group
+        self._in_progress: Counter[str] = Counter()  # by group
         self._count = self._nbytes = self._busy = 0
 
     @property
@@ -74,14 +74,14 @@ class RoundRobin(Generic[Item]):
         while self._next:
             client, _ = self._next.popitem(last=False)
             line = self._lines[client]
-            if self._window is not None and self._open[line.group] >= self._window.group:
+            if self._window is not None and self._in_progress[line.group] >= self._window.group:
                 self._full.setdefault(line.group, OrderedDict())[client] = None
                 continue
             item, nbytes = line.items.popleft()
             self._account(line, -1, -nbytes)
             line.busy = True
-            line.open += 1
-            self._open[line.group] += 1
+            line.in_progress += 1
+            self._in_progress[line.group] += 1
             self._busy += 1
             return client, item
         return None
@@ -99,8 +99,8 @@ class RoundRobin(Generic[Item]):
     def close(self, client: str) -> None:
         """Close an item of a client, which makes room in the windows."""
         line = self._lines[client]
-        line.open -= 1
-        self._open[line.group] -= 1
+        line.in_progress -= 1
+        self._in_progress[line.group] -= 1
         if line.group in self._full:
             self._next[self._full[line.group].popitem(last=False)[0]] = None
             if not self._full[line.group]:
@@ -109,11 +109,11 @@ class RoundRobin(Generic[Item]):
 
     def _admit(self, client: str, line: _Line[Item]) -> None:
         """Give a client its turn if it waits and its window allows; forget a client without items."""
-        if not (line.items or line.busy or line.open):
+        if not (line.items or line.busy or line.in_progress):
             del self._lines[client]
             return
         waits = client in self._full.get(line.group, ())
-        has_room = self._window is None or line.open < self._window.client
+        has_room = self._window is None or line.in_progress < self._window.client
         if line.items and not line.busy and has_room and not waits:
             self._next.setdefault(client)
 
@@ -152,10 +152,10 @@ class _Task(NamedTuple):
 
 
 class FairExecutor:
-    """Threads that run tasks, one of each client in turn and at a time.
+    """Threads that serve clients in turn; each client has at most one running task.
 
-    limit, limit_bytes: of all waiting tasks. guarded: runs a task and catches every exception. window: of open tasks,
-    which `close_task` ends; None ends each with its `act`.
+    limit, limit_bytes: of all waiting tasks. guarded: runs a task and catches every exception. window: of tasks in
+    progress, which `close_task` ends; None ends each with its `act`.
     """
 
     def __init__(
@@ -185,9 +185,9 @@ class FairExecutor:
             self._changed.notify_all()
 
     def submit(self, client: str, act: Act, nbytes: int, refuse: Act, group: str = "") -> None:
-        """Run `act` in the client's turn, or call `refuse`, now or later, if the queue is full.
+        """Queue `act` for the client's turn. If the queue overflows, call `refuse` of the busiest client's newest task.
 
-        `refuse` may be called from another client's `submit`, so it must not block. group: of the client's window.
+        This may be another client's task, so `refuse` must not block. group: of the client's window.
         """
         with self._changed:
             refused = self._turns.put(client, _Task(act, refuse), nbytes, group)
@@ -206,7 +206,7 @@ class FairExecutor:
             self.submit(client, act, 0, lambda: None)
 
     def close_task(self, client: str) -> None:
-        """End an open task of a client; the windows have room for another one."""
+        """End a task in progress of a client; the windows have room for another one."""
         with self._changed:
             self._turns.close(client)
             self._changed.notify()
@@ -287,7 +287,7 @@ class SearchThrottle:
             self._unused.set()
 
     def throttled(self, command: Solve) -> Solve:
-        """Return a search with pauses; none if requests wait for its plan, or if it is brief."""
+        """Add pauses to a search, unless no plan is active or its kind has a budget."""
         if command.active is None or SEARCHES[command.kind].budget_s < inf:
             return command
         budget = Budget(SEARCH_S, self._computed)

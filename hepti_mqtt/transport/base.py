@@ -82,7 +82,7 @@ class Delivery:
     receipt: Receipt | None
     #: whether the broker has sent it before
     repeated: bool
-    #: whether it was stored before the subscription; unset for a retained message published now
+    #: whether it is a stored retained message, not a new publish
     retained: bool = False
 
 
@@ -150,7 +150,7 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     )
 
 
-_LOOK_S: Final = 2.0  # to fetch a certificate for an error message
+_CERTIFICATE_S: Final = 2.0  # to fetch a certificate for an error message
 _DATED: Final = (9, 10)  # OpenSSL's codes for a certificate that is not yet valid, and for an expired one
 # DER: a sequence of two times, UTCTime (YYMMDDHHMMSSZ) or GeneralizedTime (YYYYMMDDHHMMSSZ).
 _TIME: Final = rb"(?:\x17\x0d(\d{12})Z|\x18\x0f(\d{14})Z)"
@@ -162,7 +162,7 @@ def _dates(url: BrokerUrl, error: ssl.SSLCertVerificationError) -> str:
     clock = f"this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     early = error.verify_code == _DATED[0]
     try:
-        certificate = ssl.get_server_certificate((url.host, url.port), timeout=_LOOK_S)
+        certificate = ssl.get_server_certificate((url.host, url.port), timeout=_CERTIFICATE_S)
         begin, end = validity(ssl.PEM_cert_to_DER_cert(certificate))
         valid = f"its certificate is valid from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
     except (OSError, ValueError):

@@ -552,9 +552,9 @@ class _HangUps:
     """Counts consecutive hang-ups of the broker on one message of QoS 1.
 
     A broker that refuses a message closes the connection and accepts the next one immediately. A restarting broker
-    is unreachable for a while or announces its shutdown, and a failing link is silent; neither counts.
-    A later message may be the reason too, so after a hang-up the suspect is sent alone.
-    Only hang-ups after all SUBACKs count.
+    is unreachable for a while or announces its shutdown, and a failing link is silent; neither counts. After a
+    hang-up, the oldest unacknowledged message is sent alone, to find the message that the broker refuses. Only hang-ups
+    after all SUBACKs count.
     """
 
     def __init__(self) -> None:

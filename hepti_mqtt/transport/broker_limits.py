@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import queue
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -311,47 +310,6 @@ def warn_of_limits(url: BrokerUrl, name: str, topic: str, log: logging.Logger) -
         return
     if capacity is not None:
         log.warning("%s", low_queue_warning(*capacity, url.place))
-
-
-class DeliveryWindow:
-    """Unacknowledged requests of the current connection; any thread may call its methods."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the fields below
-        self._connection = 0
-        self._waiting: dict[int, float] = {}  # time of arrival by packet id
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def opened(self, receipt: Receipt, now: float) -> None:
-        """Add a request."""
-        with self._lock:
-            if receipt.connection != self._connection:
-                self._connection = receipt.connection
-                self._waiting.clear()
-            self._waiting[receipt.packet] = now
-
-    def begun(self, receipt: Receipt, now: float) -> None:
-        """Restart a request's time when it is read."""
-        with self._lock:
-            if receipt.connection == self._connection and receipt.packet in self._waiting:
-                self._waiting[receipt.packet] = now
-
-    def is_of_earlier(self, receipt: Receipt) -> bool:
-        """Return whether a request belongs to an earlier connection."""
-        return receipt.connection < self._connection
-
-    def closed(self, receipt: Receipt) -> None:
-        """Remove an acknowledged request."""
-        with self._lock:
-            if receipt.connection == self._connection:
-                self._waiting.pop(receipt.packet, None)
-
-    def opened_before(self, time_s: float) -> set[Receipt]:
-        """Return the unacknowledged requests that arrived before a time."""
-        with self._lock:
-            return {Receipt(self._connection, packet) for packet, at_s in self._waiting.items() if at_s < time_s}
 
 
 def open_broker_warning(url: BrokerUrl) -> str | None:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Final
 
 from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.transport.base import BACKOFF_S
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import (
@@ -30,7 +31,6 @@ from hepti_mqtt.transport.sockets import Connection, TlsConnection, begin, conne
 
 MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
-BACKOFF_S: Final = (0.1, 5.0)
 MAX_TOPICS: Final = 4096
 NEVER: Final = float("inf")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from device_agent.links import MeshLinks
-from device_agent.network import ErrorLog
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.protocol import frames
@@ -33,7 +33,7 @@ class Device:
     def __init__(self, name: str, bound: BoundProgram) -> None:
         self.name, self.bound = name, bound
         self.executor, self.joined = Executor(), set()
-        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.complaints = RateLimitedLog(logging.getLogger("test"))
         self.links = MeshLinks(TOPICS, name, 1, self.complaints, "127.0.0.1")
         self.outputs: dict[int, list[tuple[int, np.ndarray]]] = {}
         self.early: list[TensorArrival | FrameIn] = []

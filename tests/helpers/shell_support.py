@@ -7,9 +7,10 @@ import swarm
 from device_agent_support import ListTransport
 
 from device_agent.heartbeat import Meter
-from device_agent.network import ErrorLog, Network, PlaneState, Stop
+from device_agent.network import Network, PlaneState, Stop
 from device_agent.probes import Prober
 from device_agent.shell import SessionLoop
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.ids import Start
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
@@ -66,7 +67,7 @@ class Device:
         log = logging.getLogger("test")
         self.inbox = Finite()
         self.planes, self.announced, self.limit = {}, [], limit
-        self.complaints = ErrorLog(log)
+        self.complaints = RateLimitedLog(log)
         self.loader = ListLoader()
         self.network = Network(
             TOPICS, "d0", self.inbox, Prober("d0", BOOT), self.loader.post, self.complaints, self.make

@@ -75,7 +75,7 @@ class Admission:
         return []
 
     def find_cancelled(self, key: RequestKey, now: float) -> list[tuple[PlanGroup, Request]]:
-        """Return the parts of a client's cancelled request; if there are none, refuse the request on arrival."""
+        """Return the parts of a cancelled request; if none is known, refuse the request when it arrives."""
         groups = [group for group in self._groups if whole_model(group.name) == key.model]
         parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:

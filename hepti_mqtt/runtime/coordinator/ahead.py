@@ -1,8 +1,8 @@
 """Steps ahead: devices receive the next decoding steps of a text together with the current run.
 
 A step ahead has no token yet: the root device draws it from the candidates of the step before. So a text grows without
-a round trip to the planner, which draws the same tokens and adopts the steps as its own runs, or cancels them at the
-end of a text or if other requests join. Answers carry the drawn tokens, and the planner compares them with its own.
+a round trip to the planner, which draws the same tokens. A step that equals the planner's next run becomes that run;
+other steps are cancelled. Answers carry the drawn tokens, and the planner compares them with its own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StepsAhead:
         return step is not None
 
     def note_answered(self, run_id: int) -> None:
-        """Note that a run is answered, so the steps after it may become runs."""
+        """Note that a run is answered: the first step after it may become a run now."""
         if steps := self._after.pop(run_id, ()):
             self._begun.append(steps)
 
@@ -101,7 +101,7 @@ class StepsAhead:
         return ()
 
     def make_run(self, steps: Steps) -> None:
-        """Turn the first step into a run: the others follow it, and its early reports are due."""
+        """Turn the first step into a run: the others wait for it, and its early reports are handled next."""
         step, *others = steps
         if others:
             self._after[step.run_id] = tuple(others)

@@ -67,7 +67,7 @@ class Assignment(NamedTuple):
 
 
 def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) -> Assignment | None:
-    """Return the next assignment to a replica with room; None if busy replicas finish all queued items sooner.
+    """Return the next assignment to a replica with room; None if every queued item would finish sooner on a busy one.
 
     Each request goes to the replica that finishes it first, given the requests before it.
     """
@@ -157,7 +157,7 @@ class Dispatcher:
         return out
 
     def continue_text(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand] | None:
-        """Begin the next run of the text of an answered run; None if other runs may come first.
+        """Start the next step of an answered run's text immediately; None if another run may be next.
 
         No other run comes first if the queues are empty, nothing else runs on the devices, and the plan stays active.
         """

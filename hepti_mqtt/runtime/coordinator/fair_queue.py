@@ -29,10 +29,10 @@ def select_batch(
 ) -> tuple[tuple[WorkItem, ...], float]:
     """Return the items of the next run, and when it is due; turns: queued items in order.
 
-    The first item runs with others that may join it: a power of two of items, sorted by length, so that shapes repeat.
-    Batches of one request run apart, because its forecast assumes so. Decoding steps do not wait. A batch with room for
-    more is due after the delay of its first item; a full batch, or one that was lost before, is due now.
-    max_items: limit, because other replicas take the rest.
+    The batch has the first item and others of its kind, a power of two in number, sorted by length, so that few shapes
+    occur. Two batches of one request never share a run, because its forecast assumes separate runs. Decoding steps do
+    not wait. A batch with room for more is due after the delay of its first item; a full batch, or a batch that was
+    lost before, is due now. max_items: limit for this replica.
     """
     first = next(turns)
     if first.request.generation is not None:
@@ -74,7 +74,7 @@ MAX_REMEMBERED_CLIENTS: Final = 1024
 class FairQueue:
     """The queue of a plan group: one line per client, and a front line for lost items.
 
-    A new client starts level with the next client in turn, so that idle clients do not save up turns. A generation
+    A new client starts with the token count of the client served last, so that idle time gives no credit. A generation
     queues before each of its runs, so that the texts of all users grow together.
     """
 

@@ -769,8 +769,8 @@ class LastWillDebounce:
 # A silent broker is frozen or cut off. Its devices cannot be heard, so they are not to blame.
 
 
-QUIET_S: Final = 1.5  # without a byte from the broker, before a PINGREQ
-FROZEN_S: Final = 1.5  # without a PINGRESP, before the broker counts as away
+QUIET_S: Final = 1.5  # silence of the broker until the planner asks for a sign of life
+FROZEN_S: Final = 1.5  # silence after the question until the broker counts as away
 
 
 class BrokerWatch:

@@ -37,7 +37,7 @@ def reserved_rows(group: PlanGroup, version: PlanVersion) -> int:
 
 
 def rows_of_text(text: Generation) -> int:
-    """Return the rows that a text's session reserves: for the tokens so far, and `ROWS_AHEAD`."""
+    """Return the rows that a text's session reserves: tokens so far plus `ROWS_AHEAD`."""
     if text.carried.size:
         return text.shape.session_rows
     return cache_rows(len(text.prompt) + len(text.text.tokens) + ROWS_AHEAD, text.shape.session_rows)

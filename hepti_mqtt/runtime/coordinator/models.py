@@ -48,7 +48,7 @@ class PlanGroup:
     plans: PlanLifecycle
     durations: RunDurations
     pinned: bool = False  #: the pins come from requests, not from the planner's user
-    made_room: bool = False  #: its plan was evicted for another group's, and its next search has not begun
+    made_room: bool = False  #: evicted for another group's plan; waits for its next search
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)
@@ -118,7 +118,7 @@ class PlanGroup:
         return self.pace.is_in_use(now)
 
     def requests(self) -> list[Request]:
-        """Return the queued and running requests, each once per batch."""
+        """Return the queued and running requests; a request occurs once for each of its batches."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
     def held(self) -> tuple[Plan, ...]:
@@ -293,7 +293,7 @@ class PlanGroups:
                     run.task_queue.assert_invariants()
 
     def may_search(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the other groups of its model let a group search for its next plan."""
+        """Return whether a group may search now, beside the other groups of its model."""
         others = [s for s in self.of_model(group.name) if s is not group]
         one_by_one = not any(s.plans.searching or s.plans.preparing for s in others)
         if group.pinned and not (one_by_one and self.may_run(group)):

@@ -3,7 +3,7 @@
     wanted -> searching -> preparing -> active -> retiring -> gone
 
 A plan that does not fit next to the old one is `swapping` until the old one is gone. A plan with a run that never ended
-is `suspect`: it gets no more requests, but its weights stay until another plan replaces it.
+is `suspect`: it gets no more runs, but its weights stay until another plan replaces it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PlanEvent = Literal[
     "want",  # a device joined or left, a measurement drifted, a user pinned a plan, ...
     "search",
     "found",
-    "kept",  # the active plan is as good
+    "kept",  # the search has no better plan than the active one
     "no plan",
     "outdated",  # something changed during the search
-    "ready",  # on every device
-    "lacks memory",  # next to the old plan
+    "ready",  # every device has prepared it
+    "lacks memory",  # a device cannot hold it next to the old plan
     "room",  # the old plan is gone
     "refused",
     "silent",
-    "lost",  # one of its devices
+    "lost",  # one of its devices is lost
     "overdue",
     "replaced",
-    "make room",  # for a plan that does not fit next to it
+    "make room",  # another plan does not fit next to it
     "idle",  # its last run has ended
     "unused",  # no request has its pins, and others need the place
 ]
@@ -327,7 +327,7 @@ class PlanLifecycle:
 
     @property
     def active(self) -> PlanRecord | None:
-        """Return the plan that requests are dispatched under."""
+        """Return the plan that runs are dispatched under."""
         return self._record_in("active")
 
     @property

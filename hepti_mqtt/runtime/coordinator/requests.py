@@ -90,7 +90,7 @@ class Request:
     wants_result: bool = True  #: False: the plan and its forecast are the answer
     outputs: dict[int, Array] = field(default_factory=dict)  #: by batch
     stats: list[RunStats] = field(default_factory=list)
-    losses: Counter[int] = field(default_factory=Counter)  #: lost runs by batch
+    losses: Counter[int] = field(default_factory=Counter)  #: failed attempts by batch; see `Scheduler.retry`
     finished: bool = False
     generation: Generation | None = None  #: None unless it generates tokens
     sequence: int = 0  #: order of arrival
@@ -187,7 +187,7 @@ AS_PREDICTED: Final = Expectation()
 
 @dataclass(slots=True)
 class RunStats:
-    """One run as its devices reported it."""
+    """The statistics of a run: measured by its devices, or a forecast."""
 
     plan: Plan
     cluster: Cluster  #: measurements when the plan was chosen

@@ -44,7 +44,7 @@ from hepti_mqtt.runtime.machinery import Publish
 
 MAX_LOADS_PRICED: Final = 4  # plans that are priced again after an activation, because their weights may be loaded now
 SETTLE_UNSERVED_S: Final = 0.1  # replaces `SETTLE_S` while requests wait without a plan
-REPEAT_PREPARE_S: Final = 2.0  # a lost connection may lose a Prepare; devices ignore repeated ones
+REPEAT_PREPARE_S: Final = 2.0  # a Prepare may be lost; a device answers a repeated one with its state
 PREPARE_TIMEOUT_S: Final = 120.0  # without progress, before a preparation is abandoned
 MAX_FAILED_PREPARATIONS: Final = 3  # in a row, for other reasons than memory, before requests are refused
 RETRY_S: Final = 30.0  # from that refusal to the next search
@@ -304,7 +304,7 @@ class Rollout:
             group.judgement.tried[strategy_key(record.plan)] = now
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
-        """Confirm older plans that stay next to a newer one, because devices release all unconfirmed ones."""
+        """Activate older plans again: after a newer plan's Activate, devices release all unconfirmed plans."""
         in_use = (other.plans.in_use for other in self._groups.of_model(group.name) if other is not group)
         older = (r.plan for r in in_use if r is not None and r.version < newer.version)
         return [

@@ -143,7 +143,7 @@ class OtherWork:
 
 @dataclass(slots=True)
 class Lateness:
-    """How the session has treated a late run, or a run that may continue under another plan."""
+    """What the session did about a late run, or about a run that may continue under another plan."""
 
     is_late: bool = False
     was_searched_for: bool = False  #: a brief search looked for a plan to continue it
@@ -170,7 +170,7 @@ class Run:
     broker_was_lost: bool = False  #: since its dispatch
     output: Array | None = None  #: the output that was delivered before all devices had reported
     early_stats: RunStats | None = None  #: the statistics that were delivered with that output
-    #: Index of this run among the runs of each item's text, set with its tokens; None if the request had ended.
+    #: Index in `Generation.steps`, by item; None if the request had ended. Empty before the tokens are taken.
     places: tuple[int | None, ...] = ()
     steps: bool = False  #: all items are decoding steps
     task_queue: TaskQueue | None = None  #: leased tasks
@@ -193,7 +193,7 @@ class Run:
         return self.state == "dispatched" or not self.places
 
     def needs(self, plan_version: PlanVersion) -> bool:
-        """Return whether the run needs a plan; after its first progress it does not need the plan of `before`."""
+        """Return whether it still needs a plan version; after its first progress not the version that it left."""
         before = None if self.before is None or self.progress is not None else self.before.plan_version
         return plan_version in (self.plan_version, before)
 

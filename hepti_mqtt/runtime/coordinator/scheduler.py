@@ -1,4 +1,4 @@
-"""Runs from dispatch to end: devices' answers, retries of lost runs, and the ends of requests."""
+"""Runs after their dispatch: outputs and reports of devices, retries, and the answers or errors of requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Scheduler:
         return None
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
-        """Take a part of a run's output, or a device's report; the last one answers the request."""
+        """Record a part of a run's output, or a device's report; deliver the output as soon as it is whole."""
         frame = event.frame
         if (target := self._run_of(event.device, frame)) is None:
             self._counters["late"] += not (frame.kind == "done" and self._ahead.keep_report(event.device, frame))
@@ -126,7 +126,7 @@ class Scheduler:
         return out if output is None else [*out, *self._deliver(group, run, output, now, reported=False)]
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
-        """Retry a run that was lost on the wire; retry a run that a device could not compute once."""
+        """Retry a run after a loss; after a device's error, retry it once."""
         if (target := self._run_of(device, message)) is None:
             self._counters["late"] += not self._ahead.keep_report(device, message)
             return []
@@ -143,7 +143,7 @@ class Scheduler:
     def _retry_or_fail(
         self, group: PlanGroup, run: Run, error: RemoteError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Run each item of a failed run again, alone; fail a single item after `limit` attempts."""
+        """Run each item of a failed run again in a run of its own; fail a single item after `limit` attempts."""
         if not run.is_computing:
             return self._rewind(group, run, error, limit, now)
         items = run.open_items
@@ -177,8 +177,8 @@ class Scheduler:
     ) -> list[CoordinatorCommand]:
         """Cancel a run and queue its items first; a request fails after too many attempts.
 
-        blameless: no device is at fault, so it is not an attempt. failed: items that restart while the others continue;
-        if empty, all items restart.
+        blameless: it does not count as a failed attempt. failed: items whose KV caches are lost restart, the others
+        continue; if empty, all items restart.
         """
         items = run.open_items
         out = self._cancel(group, run, "retry", now)
@@ -260,7 +260,7 @@ class Scheduler:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Deliver a run that all devices have reported; `lessons` yields it after the devices' next work."""
+        """Deliver a run with all reports; its estimates are updated (`lessons`) after the next dispatch."""
         del group.runs[run.run_id]
         parts, reports = run.answers.parts, run.answers.reports
         self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)
@@ -273,12 +273,12 @@ class Scheduler:
         return out
 
     def lessons(self) -> Iterator[Callable[[], None]]:
-        """Yield a function that learns from each newly ended run, in order."""
+        """Yield a function that updates estimates for each newly ended run, in order."""
         ended, self._ended = self._ended, []
         return (partial(self._learn, group, run, end_s) for group, run, end_s in ended)
 
     def _learn(self, group: PlanGroup, run: Run, end_s: float) -> None:
-        """Learn from a run: slowdown of devices, cost of searches, and duration of the plan's method."""
+        """Update estimates by a run: slowdown of devices, cost of searches, and duration of the plan's method."""
         group.durations.record_reports(run, end_s)
         seconds, other = end_s - run.times.dispatched_s, run.other_work
         if not other.alone or other.loads:
@@ -295,9 +295,9 @@ class Scheduler:
     def _deliver(
         self, group: PlanGroup, run: Run, output: Array, now: float, *, reported: bool
     ) -> list[CoordinatorCommand]:
-        """Deliver the whole output of a run; before all devices have reported, to requests without `wants_report`.
+        """Deliver the whole output of a run to its requests; those with `wants_report` wait for all reports.
 
-        The run stays until all devices have reported, or it is overdue.
+        The run ends with the last report, or when it is overdue.
         """
         if run.items[0].request.generation is not None:
             return self._continue_generation(group, run, output, now, reported)
@@ -482,7 +482,7 @@ class Scheduler:
     def _rewind(
         self, group: PlanGroup, run: Run, error: HeptiError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Remove the tokens since a run with a forged output, and compute them again; fail after `limit` attempts."""
+        """Discard the tokens since a run with a contradicted output, and retry; fail after `limit` attempts."""
         rewound = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
         items, out = [item for item, place in rewound if place is not None], list[CoordinatorCommand]()
         if not items:

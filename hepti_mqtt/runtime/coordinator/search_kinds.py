@@ -35,7 +35,7 @@ class SearchRules:
 SEARCHES: Final[Mapping[SearchKind, SearchRules]] = {
     SearchKind.WHOLE: SearchRules(),
     SearchKind.BRIEF: SearchRules(budget_s=0.0, keeps_known=True, whole_after_s=SETTLE_S),
-    # Enough to price plans on all of a few devices: a search takes seconds, a useless load a minute.
+    # Enough for every plan of a few devices: a longer search costs seconds, a useless load a minute.
     SearchKind.HURRIED: SearchRules(budget_s=2.0, is_short=True, whole_after_s=SETTLE_S),
     SearchKind.NAMED: SearchRules(is_short=True, keeps_known=True),
     SearchKind.RECALLED: SearchRules(is_short=True, whole_after_s=PRICED_S),

@@ -1,7 +1,7 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Changes of membership and measurements lead to a search (`Solve`, run by the shell). The rule (`moves.py`) judges its
-result, and the active plan after runs. A move prepares a plan, and requests are dispatched under the active plan.
+A change of devices or measurements starts a search (`Solve`, run by the shell). The rule (`moves.py`) decides by its
+result, and again after runs, whether to move. A move prepares a plan; requests run under the active plan.
 Whatever is lost, a request ends with the right answer or an error.
 """
 
@@ -125,8 +125,8 @@ class CoordinatorSession:
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Handle an event; return its commands.
 
-        If a step raises, the other steps still run, and the next call returns their commands, because their state
-        changes depend on them.
+        If a step raises, the other steps still run. The next call returns their commands, because the state has
+        already changed.
         """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
             self.counters["forged"] += 1
@@ -195,7 +195,7 @@ class CoordinatorSession:
             self._blame_changes(changed_s)
 
     def _learn(self) -> list[CoordinatorCommand]:
-        """Learn from the runs that have ended."""
+        """Update estimates by the runs that have ended."""
         for lesson in self._scheduler.lessons():
             changed_s = self.fleet.estimates.last_change_s
             lesson()
@@ -203,7 +203,7 @@ class CoordinatorSession:
         return []
 
     def _blame_changes(self, changed_s: float) -> None:
-        """After a change of a device or link, undo what was learned about methods since: the change was the cause."""
+        """After a detected change of a device or link, undo the updates of method estimates since the change."""
         if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
                 group.durations.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
@@ -318,7 +318,7 @@ class CoordinatorSession:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in self.groups.runs():
-            run.other_work.loads |= is_loading  # on any device, because the hub sends its tiles
+            run.other_work.loads |= is_loading  # on any device, because the planner's machine sends the tiles
             run.other_work.search |= searching
             run.other_work.only_search &= searching
 
@@ -348,7 +348,7 @@ class CoordinatorSession:
         return []
 
     def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
-        """Continue without a device; says_so: its status says that it left, so losses of runs count as setbacks."""
+        """Continue without a device; says_so: it has published `offline`, so lost runs count against it."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
         member = self.fleet.member(device)
         lost_boot = {device: member.boot_before or member.boot}

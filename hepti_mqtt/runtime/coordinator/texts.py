@@ -104,7 +104,7 @@ class Generation:
     pictured: PicturedPrompt | None = None  #: None: the prompt has no rows of pictures
     text: TextSoFar = field(default_factory=TextSoFar)
     session: TextSession = field(default_factory=TextSession)
-    published_tokens: tuple[int, ...] = ()  #: tokens that the user has and that are computed again
+    published_tokens: tuple[int, ...] = ()  #: tokens to compare after a rewind: the user already has them
     steps: list[GeneratedTokens] = field(default_factory=list)  #: tokens accepted after each run
     guesses: Guesses | None = None  #: None: no speculative decoding
     guessed: tuple[int, ...] = ()  #: guesses in the current run, after the last token

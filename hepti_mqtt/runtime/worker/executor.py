@@ -1,7 +1,7 @@
 """The executor: runs Programs on one device, a stretch of ops at a time.
 
 The run machine (`schedule.py`) chooses the next stretch. Its rule overlaps communication and computation: during an
-outstanding Recv, any ready stretch runs. A stretch is a tape (`kernels.tape`): compiled code runs it without Python,
+outstanding Recv, any ready stretch runs. A stretch has a tape (`kernels.tape`): compiled code runs it without Python,
 and stops before any row if the session's thread is interrupted.
 """
 
@@ -350,7 +350,7 @@ class Step:
         return row
 
     def _outgoing(self, op: Stretch, row: int) -> OutgoingTensor:
-        """Return the tensor that Python must send: of a row, and of following rows of the Send without known heads."""
+        """Return the tensor of a row for Python to send, with the next rows of its Send that have no known header."""
         sends, tape = op.transfers.sends, op.tape
         rows = [sends[row]]
         while (each := sends.get(row + len(rows))) and each.op is rows[0].op and not tape.knows(each.row):

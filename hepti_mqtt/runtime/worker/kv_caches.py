@@ -42,7 +42,7 @@ class _Session:
 
 
 class SessionRun(NamedTuple):
-    """A run of a session: it adds the rows at..stop."""
+    """A run of a session: it writes rows `at` to `stop`."""
 
     at: int
     stop: int

@@ -227,8 +227,8 @@ class WorkerRuns:
     def cancel(self, run_id: int) -> None:
         """End a run that the planner cancels; count and ignore an unknown run id.
 
-        A Cancel comes after its work frame, so remembering an unknown run id would only block a later run. The rows of
-        the run's sessions stay valid: the planner continues only complete ones, possibly before this Cancel arrives.
+        An unknown id is not remembered, because a Cancel never precedes its work frame. The rows that the run wrote
+        stay valid: the planner continues only complete sessions, possibly before this Cancel arrives.
         """
         if self._is_active(run_id):
             self.end(run_id)
@@ -266,7 +266,7 @@ class WorkerRuns:
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
-        """Begin a run, or let it wait for its Program or the run before it; raises WireError for an invalid frame."""
+        """Start a run; queue it if its Program or predecessor is missing. Raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
         earlier = self._waiting_frame(frame.run_id) if begun is None else begun.frame
         if earlier is not None:
@@ -628,7 +628,7 @@ class WorkerRuns:
         return [] if run is None else self._end_failed(run.key, run_id, code, text)
 
     def end(self, run_id: int) -> None:
-        """End a run, the run that it continues, and the steps that follow it; later frames are late."""
+        """End a run, the run that it continues, and its steps ahead; their later frames count as late."""
         self._heirs.pop(run_id, None)
         self._left.pop(run_id, None)
         for before in [run for run, heir in self._heirs.items() if heir == run_id]:

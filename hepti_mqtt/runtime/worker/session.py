@@ -2,7 +2,7 @@
 
 A plan is ready after the device has joined all peers that it reads from. The device reports unreachable peers to the
 planner, and the next plan relays their frames over the broker. A connection that is lost later loses frames, so the
-runs that wait for that peer fail and are retried.
+planner retries the runs that wait for that peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Frame heads and channels by which compiled code exchanges a stretch's tensors with peers.
+"""Frame headers and socket channels by which compiled code exchanges a stretch's tensors with peers.
 
-Python sends and checks each frame of a Program's first runs. Later, rows of the tape send the same heads, and expect
-the checked ones; other frames go back to Python.
+Python sends and checks each frame of a Program's first runs. Later, rows of the tape send the same headers, and expect
+the checked headers; other frames go back to Python.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from device_agent.machine import (
     is_this_machine,
     local_brokers,
 )
-from device_agent.network import ErrorLog, Network
+from device_agent.network import Network
 from device_agent.probes import Prober
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import Compute, Send, SlotSpec, WeightRef
@@ -217,7 +218,7 @@ class Machine:
 class Device:
     def __init__(self):
         self.planes = {}
-        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.complaints = RateLimitedLog(logging.getLogger("test"))
         self.prober = Prober("d1", 9)
         self.network = Network(TOPICS, "d1", Inbox(), self.prober, None, self.complaints, self.make)
         self.stepped_s, self.counts = float("-inf"), {"late": 3}

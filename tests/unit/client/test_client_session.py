@@ -122,9 +122,9 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
     assert isinstance(error, errors.PlanError), "both were asked"
     held, untaken = (session.add_request("m", name, {}, "token", 0.8) for name in ("q2", "q3"))
     taken("q2", "a")
-    assert [type(event) for event in say("b", "offline")] == [module.LookAgain], "somebody may be about to take it"
-    assert session.resend_untaken(2.0) == [untaken]
-    assert session.resend_untaken(2.0) == []
+    assert [type(event) for event in say("b", "offline")] == [module.CheckLater], "somebody may be about to take it"
+    assert session.resend_unaccepted(2.0) == [untaken]
+    assert session.resend_unaccepted(2.0) == []
     taken("q3", "a")
     assert say("b", "offline") == []
     assert say("a", boot=2, now=3.0) == [held, untaken], "a new one has forgotten them"
@@ -268,7 +268,7 @@ def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
 
 
 def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
-    monkeypatch.setattr(module, "DEVICES", 2)
+    monkeypatch.setattr(module, "MAX_DEVICES", 2)
     for name in ("a", "b", "c"):
         session.handle_message(T.status(name), encode_status(Status("online", 3)), 0.0)
     session.handle_message(T.status("a"), encode_status(Status("offline", 4)), 0.0)

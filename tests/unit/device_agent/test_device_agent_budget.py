@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from device_agent.budget import BACKGROUND_SHARE, IN_USE_S, KEPT_S, LOOK_S, Budget
+from device_agent.budget import BACKGROUND_SHARE, IN_USE_S, KEPT_S, MAX_PAUSE_S, Budget
 from device_agent.machine import has_cpu_quota
 
 STEP_S = 0.002  # of one tile
@@ -34,7 +34,7 @@ class Device:
             self.budget.note(running, waiting, now)
         while now < stop_s:
             pause_s = self.budget.pause_s(now)
-            assert pause_s <= LOOK_S
+            assert pause_s <= MAX_PAUSE_S
             if pause_s == 0:
                 self.taken[name] += STEP_S
                 self.budget.spend(STEP_S, now + STEP_S)

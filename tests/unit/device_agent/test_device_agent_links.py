@@ -15,8 +15,8 @@ from shell_support import TOPICS, devices, request
 
 from device_agent.config import AgentConfig, listen_address, local_address_toward, mesh_address, parse_mesh_host
 from device_agent.links import APART_S, REMEMBERED_RUNS, IdleProbes, MeshLinks, open_links
-from device_agent.network import ErrorLog
 from device_agent.probes import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES, PeerProbes
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import frames
@@ -47,7 +47,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name, self.events = name, []
-        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.complaints = RateLimitedLog(logging.getLogger("test"))
         self.links = MeshLinks(TOPICS, name, 1, self.complaints, "127.0.0.1")
 
     def peer(self, token_out: str, token_in: str) -> Peer:
@@ -215,7 +215,7 @@ def test_nobody_is_told_an_address_that_holds_on_one_link_alone(monkeypatch, own
 def opened(**options) -> MeshLinks | None:
     url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
     config = AgentConfig(url, "home", "a", **options)
-    return open_links(config, TOPICS, 1, ErrorLog(logging.getLogger("test")))
+    return open_links(config, TOPICS, 1, RateLimitedLog(logging.getLogger("test")))
 
 
 def test_an_endpoint_is_told_where_it_listens() -> None:

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from device_agent.network import (
-    ErrorLog,
     Network,
     OwnStatus,
     PlaneState,
     PlannerStatus,
 )
 from device_agent.probes import Prober
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
@@ -37,7 +37,7 @@ class Wired:
         self.inbox = Inbox(limit)
         self.tiles = []
         self.prober = Prober("d1", 9)
-        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.complaints = RateLimitedLog(logging.getLogger("test"))
         self.planes = {}
         self.network = Network(TOPICS, "d1", self.inbox, self.prober, self.tiles.append, self.complaints, self.make)
 
@@ -187,7 +187,7 @@ def test_commands_statuses_and_states_are_never_dropped_by_a_full_inbox():
 
 
 def test_complaints_are_logged_ever_more_rarely(caplog):
-    complaints = ErrorLog(logging.getLogger("test"))
+    complaints = RateLimitedLog(logging.getLogger("test"))
     for _ in range(100):
         complaints.record("kind", "trouble", WireError("why"))
     assert complaints.counters["kind"] == 100

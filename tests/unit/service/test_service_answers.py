@@ -41,7 +41,7 @@ from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import CLIENT_UNDELIVERED, RESEND_S, UNDELIVERED, Journal, RequestChannel
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import ClientRequest, OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler, RequestIdentity
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, read_input
 from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 from hepti_mqtt.transport.base import Delivery, Receipt
@@ -362,7 +362,7 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site):
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
         site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[1], ClientRequest(waits, b""), "to")
+    site.post.journal.record_waiting(site.requests[1], RequestIdentity(waits, b""), "to")
     site.pass_time(0)
     assert (site.post.unacknowledged, site.counters["unacknowledged"]) == (2, 0)
     site.now += 2 * channel.LOST_S
@@ -374,7 +374,7 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site):
         site.answers.taken(heard=False)
         site.pass_time()
     assert (site.settled, site.post.unacknowledged, site.counters["unacknowledged"]) == ([2], 1, 1)
-    site.post.journal.record_waiting(site.requests[0], ClientRequest(lost, b""), "to")
+    site.post.journal.record_waiting(site.requests[0], RequestIdentity(lost, b""), "to")
     site.post.journal.settle([raw for _, raw in site.post.journal.take_waiting(lost)])
     assert site.post.unacknowledged == 0
 
@@ -509,10 +509,10 @@ def delivered(packet=1, repeated=False, payload=b"{}"):
 
 def test_deliveries_of_a_request_wait_for_one_answer_and_another_request_with_its_id_is_refused(live):
     journal, acknowledged = live()
-    new = [journal.record_waiting(delivered(packet), ClientRequest(KEY, b"d"), f"to/{packet}") for packet in (1, 2)]
+    new = [journal.record_waiting(delivered(packet), RequestIdentity(KEY, b"d"), f"to/{packet}") for packet in (1, 2)]
     assert (new, journal.counters["repeated_request"]) == ([True, False], 1)
     with pytest.raises(IdInUseError):
-        journal.record_waiting(delivered(3), ClientRequest(KEY, b"other"), "to/3")
+        journal.record_waiting(delivered(3), RequestIdentity(KEY, b"other"), "to/3")
     waiting = journal.take_waiting(KEY)
     assert waiting == [(f"to/{packet}", delivered(packet)) for packet in (1, 2)]
     assert not journal.take_waiting(KEY)
@@ -544,18 +544,18 @@ def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
 
 
 def test_a_request_that_ends_planner_after_planner_is_refused(live):
-    for life in range(channel.MAX_DELIVERY_ATTEMPTS + 1):
+    for life in range(channel.MAX_REDELIVERIES + 1):
         journal, _ = live()
         assert (
-            journal.count_attempts(delivered(repeated=True))
-            == journal.count_attempts(delivered(repeated=True))
-            == min(life + 1, channel.MAX_DELIVERY_ATTEMPTS + 1)
+            journal.count_redelivery(delivered(repeated=True))
+            == journal.count_redelivery(delivered(repeated=True))
+            == min(life + 1, channel.MAX_REDELIVERIES + 1)
         )
-        assert journal.count_attempts(delivered(payload=b"[]")) == 0
+        assert journal.count_redelivery(delivered(payload=b"[]")) == 0
     journal.settle([delivered(repeated=True)])
     for _ in range(2):
         journal, _ = live()
-        assert journal.count_attempts(delivered(repeated=True)) == 1
+        assert journal.count_redelivery(delivered(repeated=True)) == 1
         journal.close()  # the request did not end this planner
 
 
@@ -576,7 +576,7 @@ def test_several_desk_threads_use_it_at_once(live):
     def desk(thread):
         for n, key in enumerate(keys):
             together.wait()
-            journal.record_waiting(delivered(4 * n + thread), ClientRequest(key, b"d"), "to")
+            journal.record_waiting(delivered(4 * n + thread), RequestIdentity(key, b"d"), "to")
             settle.append([raw for _, raw in journal.take_waiting(key)])
             if not journal.record_answer(key):
                 firsts.append(key.id)
@@ -647,7 +647,7 @@ def test_few_answers_are_kept_and_no_refusal(desk, bert, monkeypatch):
     monkeypatch.setattr(desk_module, "MAX_CACHED_BYTES", 10)
     answered("q4")
     assert kept("q3") == [False]
-    refused = desk.encode_refusal(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
+    refused = desk.encode_error(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
     assert answer_of(refused) == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
     assert kept("q5") == [False]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.protocol.messages import Heartbeat, Status, encode_heartbeat, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.home_assistant import LONGEST_STATE, RANKING, SETTLE_S, STATE_S, HomeAssistantSession
+from hepti_mqtt.service.home_assistant import LONGEST_STATE, RANKING, RETAINED_S, STATE_S, HomeAssistantSession
 
 TOPICS = Topics("home")
 TASKS = {"mini": "embedding", "mood": "classification"}
@@ -172,9 +172,9 @@ def test_what_an_earlier_planner_left_is_cleared_and_nothing_else():
     for name in (ghost, other, neighbour, *broker.configs()):
         broker.kept.setdefault(name, b"{}")
         broker.hear(name, broker.kept[name])
-    broker.take(broker.session.tick(SETTLE_S / 2))
+    broker.take(broker.session.tick(RETAINED_S / 2))
     assert ghost in broker.kept
-    broker.take(broker.session.tick(SETTLE_S))
+    broker.take(broker.session.tick(RETAINED_S))
     assert ghost not in broker.kept
     assert {other, neighbour} < broker.kept.keys()
 

@@ -107,7 +107,7 @@ def test_labels_of_a_picture(photos, towers):
 
 def test_an_answer_of_several_outputs_ends_with_the_first_error(photos, towers):
     both = photos.parts_of(sent(photos, image=PICTURE, candidate_labels=["a", "b"]))
-    refused = [photos.encode_refusal(RefuseRequest(request, NetworkError("gone"))) for request in both]
+    refused = [photos.encode_error(RefuseRequest(request, NetworkError("gone"))) for request in both]
     assert [reply and reply.outcome for reply in refused] == [NetworkError.code, None]
     assert photos.encode_answer(looked(towers, both[0]), 1.0) is None
 
@@ -242,7 +242,7 @@ def test_a_cancel_ends_picture_and_text_once_and_frees_the_id(case, parts, desk,
 
     def handle(event):
         commands = session.handle(event, 0.0)
-        return [reply for one in commands if isinstance(one, RefuseRequest) if (reply := desk.encode_refusal(one))]
+        return [reply for one in commands if isinstance(one, RefuseRequest) if (reply := desk.encode_error(one))]
 
     def ask():
         return sent(desk, text="a room", image=PICTURE, max_new_tokens=TOKENS)
