@@ -103,7 +103,6 @@ _NOT_SHARED: Final = (
 )
 
 PlannerState = Literal["starting", "online", "offline"]
-Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -204,7 +203,7 @@ class _Planner:
         self.checkpoints = {name: model.checkpoint for name, model in models.items()}
         self.state = state_directory(config.site, config.state_dir)
         self.last = read_state(self.state, self.checkpoints, self.log)
-        self.session.recall_texts(self.last.texts)
+        self.session.kv_caches.recall(self.last.texts)
         self.has_served = False  #: a plan was active, so the last planner's state file is obsolete
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
@@ -427,7 +426,7 @@ class _Planner:
         if self.metrics is not None:
             self.metrics.record_answer(raw.model, error.code, 0.0)
 
-    def _answer(self, command: Answering) -> None:
+    def _answer(self, command: interface.Answer) -> None:
         if isinstance(command, interface.TokenReady):
             if (part := self.handler.encode_token(command)) is not None:
                 self.channel.send(part)
@@ -483,7 +482,7 @@ class _Planner:
                 served = self.metrics.serve(self.config.options.metrics)
             for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
                 if link is not None:
-                    self._connect(link, stop)
+                    wait_for_broker(lambda _left_s, link=link: link.connect(), self.log.warning, stop=stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
@@ -502,12 +501,7 @@ class _Planner:
         if self.failure is not None:
             raise self.failure
         if self.has_served:
-            self._save_state(self.session.held_texts())
-
-    def _connect(
-        self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
-    ) -> None:
-        wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
+            self._save_state(self.session.kv_caches.texts())
 
     def _serve(self, stop: threading.Event) -> None:
         tick_at = time.monotonic() + TICK_S
@@ -610,7 +604,7 @@ class _Planner:
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, Answering):
+        elif isinstance(command, interface.Answer):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
             executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
@@ -628,7 +622,7 @@ class _Planner:
         event = json.dumps({"kind": kind, "text": text, "time": time.time()})
         self._publish(self.topics.event(kind), event.encode())
 
-    def _queue_answer(self, command: Answering) -> None:
+    def _queue_answer(self, command: interface.Answer) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)
         if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
             # The forecast is the answer.
