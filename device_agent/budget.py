@@ -32,7 +32,8 @@ class Budget:
     Without active runs, and while all of them wait for other devices, work is free. Otherwise it gets `share` of the
     runs' time. quota_cores: cores of the processor's quota, None without a quota. Work in pauses uses up a quota, too,
     so pauses are not free, nor is the time in which the next run is expected; and a second of the processor costs
-    1 / quota_cores seconds of a run. `note` is for the thread that runs ops, other methods for any thread.
+    1 / quota_cores seconds of a run. `note` and `expect_run` are for the thread that runs
+    ops, other methods for any thread.
     """
 
     def __init__(self, quota_cores: float | None = None) -> None:
@@ -54,6 +55,11 @@ class Budget:
             self._state = _State(running, waiting, now, self._served_s(state, now), gap_s)
         elif waiting != state.waiting:
             self._state = state._replace(waiting=waiting)
+
+    def expect_run(self, now: float) -> None:
+        """Expect the first run of a plan soon, as if a run had just ended."""
+        if not self._state.running:
+            self._state = self._state._replace(since_s=now)
 
     @property
     def running(self) -> bool:

@@ -484,6 +484,8 @@ class SessionLoop:
         if channel is not None and isinstance(event.message, messages.Prepare):
             key = channel.wrapped(event.message.key, *plan_key(event.message))
             event = MessageIn(replace(event.message, key=key), event.seal)
+        if isinstance(event.message, messages.Activate):
+            self._budget.expect_run(time.perf_counter())  # requests may wait for this plan
         message, version = event.message, self._planner_version
         if not isinstance(message, messages.Prepare) or version is None or is_compatible(version):
             self._feed_session(event)

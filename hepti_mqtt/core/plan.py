@@ -102,10 +102,6 @@ class Plan:
         """Return the plan without fields that its Programs do not depend on: version, predictions, errors, reason."""
         return replace(self, **_UNDIVIDED)
 
-    def index(self, device: str) -> int:
-        """Return the place of `device` in source order; raises ValueError if the device is not in the plan."""
-        return self.devices.index(device)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
         data = {KEYS.get(field.name, field.name): _plain(getattr(self, field.name)) for field in fields(self)}

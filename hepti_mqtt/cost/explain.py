@@ -91,30 +91,25 @@ def work_factor(lowered: Lowered, alone: Lowered) -> WorkFactor:
     """Return the work factor of a lowered request; alone: the same request on one device."""
     computed: dict[str, int] = defaultdict(int)
     needed: dict[str, int] = defaultdict(int)
+    halo = gathered = 0
     for block in range(len(lowered.graph.blocks)):
+        times = _times(lowered, block)
         for op in lowered.graph.ops[slice(*lowered.graph.block_range(block))]:
             done, distinct = computed_and_distinct(op, lowered.tiles[op.name])
-            computed[op.role] += done * _times(lowered, block)
-            needed[op.role] += distinct * _times(lowered, block)
+            computed[op.role] += done * times
+            needed[op.role] += distinct * times
+            if op.role in MAPS:
+                part, whole = _exchanged(op, lowered.tiles[op.name])
+                halo, gathered = halo + part * times, gathered + whole * times
     factors = {role: done / needed[role] for role, done in computed.items() if done}
     one = flops(alone)
     total = flops(lowered) / one if one else 1.0
+    maps = MapBytes(halo, gathered, round((total - 1) * one)) if MAPS & lowered.graph.roles else None
     again = {role: f for role, f in factors.items() if f >= REPORTED_FROM}
     builders = {device: lowered.compact_builder(device) for device in lowered.names}
     idle = tuple(d for d, builder in builders.items() if not any(isinstance(op, Compute) for _, _, op in builder.ops))
     other = any(isinstance(op, ReorderedAttention) for op in lowered.graph.ops)
-    return WorkFactor(total, again, _map_bytes(lowered, (total - 1) * one), idle, other)
-
-
-def _map_bytes(lowered: Lowered, flops_again: float) -> MapBytes | None:
-    """Return the bytes of feature maps that devices exchange; flops_again: FLOPs that they repeat."""
-    halo = gathered = 0
-    for block in range(len(lowered.graph.blocks)):
-        for op in lowered.graph.ops[slice(*lowered.graph.block_range(block))]:
-            if op.role in MAPS:
-                part, whole = _exchanged(op, lowered.tiles[op.name])
-                halo, gathered = halo + part * _times(lowered, block), gathered + whole * _times(lowered, block)
-    return MapBytes(halo, gathered, round(flops_again)) if MAPS & lowered.graph.roles else None
+    return WorkFactor(total, again, maps, idle, other)
 
 
 def _exchanged(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
@@ -235,15 +230,11 @@ def timeline_busy(
     """Return the load of each of `width` moments, 0 to 1, by device and lane (compute, up, down); no idle lanes."""
     loads = {(device, lane): [0.0] * width for device in devices for lane in ("compute", "up", "down")}
     for e in events:
-        if (e.device, e.lane) in loads:
-            _spread(loads[e.device, e.lane], e.start / seconds * width, e.stop / seconds * width)
+        start, stop = e.start / seconds * width, e.stop / seconds * width
+        busy = loads.get((e.device, e.lane), [])
+        for cell in range(max(int(start), 0), min(int(stop) + 1, len(busy))):
+            busy[cell] += max(min(stop, cell + 1) - max(start, cell), 0.0)
     return {key: busy for key, busy in loads.items() if any(busy)}
-
-
-def _spread(busy: list[float], start: float, stop: float) -> None:
-    """Add the part of each cell that lies in start..stop."""
-    for cell in range(max(int(start), 0), min(int(stop) + 1, len(busy))):
-        busy[cell] += max(min(stop, cell + 1) - max(start, cell), 0.0)
 
 
 def timeline_svg(events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, title: str) -> str:

@@ -109,7 +109,7 @@ def create_app(
 
     async def openapi(_site: Site, _body: None) -> Any:
         """This document."""
-        return await asyncio.to_thread(described)  # it takes a second on a small computer
+        return await asyncio.to_thread(described)  # some 0.2 s of computing
 
     dashboard = Dashboard(View(site.client).look, lambda: _more(site, bool(secrets)), stopping)
     operations = (

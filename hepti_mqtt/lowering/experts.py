@@ -10,46 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.core.storage import STORAGES, BlockStorage
-from hepti_mqtt.lowering.ops import NARROW, PANEL, Call, Op, Operand
+from hepti_mqtt.lowering.ops import Call, MatrixOp, Operand
 from hepti_mqtt.lowering.regions import IndexSet, Region, span
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ExpertsOp(Op):
+class ExpertsOp(MatrixOp):
     """Common parts of both ops; `tensors` are matrices of all experts, grouped by kind."""
 
     experts: int
-    #: Experts that each row chooses.
-    #: Experts that each row chooses.
-    chosen: int
-    #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
-    storages: tuple[BlockStorage | None, ...] = ()
-    unit: int = 1  #: values of the largest block of the model
+    chosen: int  #: experts that each row chooses
     biases: int = 0  #: number of bias tables [experts, columns], the last of `tensors`
-
-    def share_unit(self, dim: int) -> int:
-        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def _logits(self, rows: IndexSet) -> Region:
         return rows, span(0, self.experts)
 
     def _matrices(self, rows: IndexSet, columns: IndexSet) -> tuple[WeightRef, ...]:
-        if len(rows) != 1 or len(columns) != 1:
-            raise ValueError(f"{self.name}: rows {rows}, columns {columns} are several ranges; give each device one")
-        matrices = self.tensors[: len(self.tensors) - self.biases]
-        refs = tuple(
-            WeightRef(tensor, rows[0], columns[0], weight_dtype=storage or "f32")
-            for tensor, storage in zip(matrices, self.storages or (None,) * len(matrices), strict=True)
-        )
-        for ref in refs:
-            block = STORAGES[ref.weight_dtype].block
-            if any(end % block for end in ref.rows):
-                raise ValueError(f"{self.name}: rows {rows} of a matrix in blocks of {block}; divide it between blocks")
-        return refs + tuple(
-            WeightRef(tensor, (0, self.experts), columns[0], "plain")
-            for tensor in (self.tensors[len(matrices) :] if self.has_bias(rows) else ())
-        )
+        if len(columns) != 1:
+            raise ValueError(f"{self.name}: columns {columns} are several ranges; give each device one")
+        count = len(self.tensors) - self.biases
+        refs = self.matrix_refs(rows, ((tensor, columns) for tensor in self.tensors[:count]))
+        tables = self.tensors[count:] if self.has_bias(rows) else ()
+        return refs + tuple(WeightRef(tensor, (0, self.experts), columns[0], "plain") for tensor in tables)
 
     def has_bias(self, rows: IndexSet) -> bool:
         """Return whether the part with these rows of the matrices adds the biases; only the first part does."""

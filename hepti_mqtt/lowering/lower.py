@@ -347,7 +347,7 @@ class ForwardWalk:
             parts.append((self.rectangle(whole.slot, whole.cells, need), op.filled_region(n, region)))
         if len(parts) > 1:
             return self.assemble(parts, region[: op.rank], op.dtype)
-        return self.reshaped(parts[0][0], op.shape(region, False))
+        return self.viewed(parts[0][0], 0, op.shape(region, False))
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -361,10 +361,6 @@ class ForwardWalk:
         """Return rows start..start + height of a slot: the slot or a view."""
         shape = self.out.slots[slot].shape
         return self.viewed(slot, start, (height, *shape[1:]))
-
-    def reshaped(self, slot: Slot, shape: tuple[int, ...]) -> Slot:
-        """Return a slot in another shape."""
-        return slot if self.out.slots[slot].shape == shape else self.viewed(slot, 0, shape)
 
     def viewed(self, slot: Slot, start: int, shape: tuple[int, ...]) -> Slot:
         """Return a view of a slot from a row on; the slot itself if the view is all of it."""

@@ -8,9 +8,9 @@ dimension is a partial result. Letters: r rows, c columns, k reduced indices, d 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, repeat
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Self, TypeVar
@@ -356,7 +356,34 @@ NARROW: Final = 256  # a matrix with fewer columns may be cut between any two
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Linear(Op):
+class MatrixOp(Op):
+    """An op that multiplies by matrices, the first of `tensors`."""
+
+    #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
+    storages: tuple[BlockStorage | None, ...] = ()
+    unit: int = 1  #: values of the model's largest block
+
+    def share_unit(self, dim: int) -> int:
+        # The columns become the next product's k, which is cut between blocks.
+        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
+
+    def matrix_refs(self, rows: IndexSet, columns: Iterable[tuple[str, Iterable[Range]]]) -> tuple[WeightRef, ...]:
+        """Return one range of rows of each matrix, and its ranges of columns; raises ValueError for cut blocks."""
+        if len(rows) != 1:
+            raise ValueError(f"{self.name}: rows {rows} of a matrix are several ranges; give each device one")
+        refs = [
+            WeightRef(tensor, rows[0], each, weight_dtype=storage or "f32")
+            for (tensor, ranges), storage in zip(columns, self.storages or repeat(None), strict=False)
+            for each in ranges
+        ]
+        for block in {STORAGES[ref.weight_dtype].block for ref in refs}:
+            if any(end % block for end in rows[0]):
+                raise ValueError(f"{self.name}: rows {rows} of a matrix in blocks of {block}; divide it between blocks")
+        return tuple(refs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Linear(MatrixOp):
     """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then a fused activation and residual.
 
     `tensors` are the matrices and then their biases. The part that contains k = 0 adds the bias, so that partial sums
@@ -364,16 +391,9 @@ class Linear(Op):
     """
 
     widths: tuple[int, ...]  #: columns of each matrix
-    #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
-    storages: tuple[BlockStorage | None, ...] = ()
-    unit: int = 1  #: values of the model's largest block
     bias: bool = True
     activation: str | None = None
     residual: bool = False
-
-    def share_unit(self, dim: int) -> int:
-        # The columns become the next product's k, which is cut between blocks.
-        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -381,27 +401,15 @@ class Linear(Op):
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         _, c, k = region
-        if len(k) != 1:
-            raise ValueError(f"{self.name}: rows {k} of a matrix are several ranges; give each device one")
-        n = len(self.widths)
         ends = (0, *accumulate(self.widths))
         cut = [
             [(a - first, z - first) for a, z in intersect_sets(c, ((first, stop),))] for first, stop in pairwise(ends)
         ]
-        storages = self.storages or (None,) * n
-        refs = [
-            WeightRef(t, k[0], columns, weight_dtype=storage or "f32")
-            for t, ranges, storage in zip(self.tensors, cut, storages, strict=False)
-            for columns in ranges
-        ]
-        for ref in refs:
-            block = STORAGES[ref.weight_dtype].block
-            if any(end % block for end in ref.rows):
-                raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {block}; divide it between blocks")
-        if self._has_bias(region):
-            biases = zip(self.tensors[n:], cut, strict=True)
-            refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]
-        return tuple(refs)
+        refs = self.matrix_refs(k, zip(self.tensors, cut, strict=False))
+        if not self._has_bias(region):
+            return refs
+        biases = zip(self.tensors[len(cut) :], cut, strict=True)
+        return refs + tuple(WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges)
 
     def _has_bias(self, region: Region) -> bool:
         return self.bias and region[2][0][0] == 0

@@ -93,7 +93,8 @@ def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
         if inner in pieces or readers[inner] != 1:
             continue
         joint = rule(op, [ops[name] for name in op.inputs])
-        if joint is None or not _fits(joint, pieces.get(op.name, ())):
+        # The joint op must compute every piece exactly: a norm of parts of rows stays two ops.
+        if joint is None or any(joint.computed_region(p.region) != p.region for p in pieces.get(op.name, ())):
             continue
         ops[op.name] = kept = _in_place_of(op, joint)
         gone.add(inner)
@@ -115,11 +116,6 @@ def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
 def _in_place_of(op: Op, other: Op, **changes: Any) -> Op:
     """Return another op with the name, role and place of an op."""
     return other.relabelled(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index, **changes)
-
-
-def _fits(joint: Op, pieces: tuple[Piece, ...]) -> bool:
-    """Return whether the joint op computes every piece exactly: a norm of parts of rows stays two ops."""
-    return all(joint.computed_region(p.region) == p.region for p in pieces)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -294,24 +294,20 @@ LEAST_S: Final = 1e-5  #: links with a shorter time for that frame count as equa
 def subsets(question: Question, by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]:
     """Yield the sets of devices to try, fastest first, one of several sets with interchangeable devices.
 
-    pinned: only the set of all devices.
+    The active plan's devices come first if all are online. pinned: only the set of all devices.
     """
     if pinned:
         yield tuple(by_speed)
         return
     alike = interchangeable(question, by_speed)
+    active = () if question.active is None else question.active.devices
+    first = [tuple(d for d in by_speed if d in active)] if active and set(active) <= set(by_speed) else []
     kinds = set()
-    for subset in (*_active_set(question, by_speed), *_tried(by_speed, _by_link(question, by_speed))):
+    for subset in (*first, *_tried(by_speed, _by_link(question, by_speed))):
         kind = tuple(alike[device] for device in subset)
         if kind not in kinds:
             kinds.add(kind)
             yield subset
-
-
-def _active_set(question: Question, by_speed: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the active plan's devices if all are online: they are tried before interchangeable devices."""
-    active = () if question.active is None else question.active.devices
-    return [tuple(d for d in by_speed if d in active)] if active and set(active) <= set(by_speed) else []
 
 
 def _tried(by_speed: Sequence[str], by_link: Sequence[str]) -> Iterator[tuple[str, ...]]:

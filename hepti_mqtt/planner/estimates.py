@@ -394,7 +394,6 @@ class SiteEstimates:
 
     def draws(self, names: Collection[str], now: float, count: int = DRAWS, seed: int = 0) -> Draws:
         """Return draws of the posteriors of devices and of the pairs among them; at most `DRAWS` of each."""
-
         return self._shifted({entry: self._drawn(entry, now, seed)[:count] for entry in self._among(names)})
 
     def _drawn(self, entry: Name, now: float, seed: int) -> Floats:
@@ -586,10 +585,6 @@ def strategy_key(plan: Plan) -> StrategyKey:
     return plan.method, len(plan.devices), len(plan.replicas), plan.wire, plan.weight_dtype, plan.route
 
 
-def _exchanges(key: StrategyKey) -> bool:
-    return key[1] > 1 and not key[2]
-
-
 @dataclass(frozen=True, slots=True)
 class Corrections:
     """Corrections of predicted times, from earlier runs."""
@@ -626,9 +621,9 @@ class Corrections:
 
     def _near(self, key: StrategyKey) -> tuple[list[StrategyKey], float]:
         """Return the divisions nearest to one without runs, and the standard deviation between it and them."""
-        used = [other for other in self.factors if _exchanges(other)]
-        same = [other for other in used if (other[0], other[3:]) == (key[0], key[3:])]
-        return (same, NUMBER_SD) if same else (used, METHOD_SD)
+        exchanging = [other for other in self.factors if other[1] > 1 and not other[2]]
+        same = [other for other in exchanging if (other[0], other[3:]) == (key[0], key[3:])]
+        return (same, NUMBER_SD) if same else (exchanging, METHOD_SD)
 
 
 class MethodEstimates:

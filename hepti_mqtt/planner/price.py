@@ -51,10 +51,6 @@ from hepti_mqtt.strategies.plan_programs import (
 _FEW_ROWS: Final = 8
 
 
-def _no_pause() -> None:
-    """Do nothing."""
-
-
 class Budget:
     """A limit on the processor seconds of a search, from its first check; clock: the processor seconds so far.
 
@@ -110,7 +106,7 @@ class Question:
     tiles: TileMap | None = field(default=None, compare=False)  #: tiles of the model's weights, None without a manifest
     cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
     #: Called some ten times per price: a search can yield the processor there.
-    pause: Callable[[], None] = field(default=_no_pause, compare=False)
+    pause: Callable[[], None] = field(default=lambda: None, compare=False)
 
     @property
     def load_requests(self) -> int:
@@ -189,11 +185,6 @@ class Price:
         return total
 
     @property
-    def parts(self) -> TimeParts:
-        """Return the parts of its seconds."""
-        return TimeParts.of(self.use, self.seconds)
-
-    @property
     def feasible(self) -> bool:
         """Return whether every device has room for its part."""
         return not self.missing
@@ -203,9 +194,8 @@ def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: in
     """Return the predicted seconds of a run, from a price for another number of rows."""
     product, priced_rows = usual_product(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
     factor = partial(rows_factor, cluster, plan.devices, product)
-    return max(plan.predicted_s, 1e-9) * price.parts.length_factor(
-        factor(rows) / factor(priced_rows), rows, priced_rows
-    )
+    parts = TimeParts.of(price.use, price.seconds)
+    return max(plan.predicted_s, 1e-9) * parts.length_factor(factor(rows) / factor(priced_rows), rows, priced_rows)
 
 
 class TimeParts(NamedTuple):
@@ -319,13 +309,10 @@ def fits_packet_limit(question: Question, plan: Plan) -> bool:
 
 def tile_packet(question: Question) -> int:
     """Return the bytes of the largest packet with weights to a device."""
-    most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))
+    shapes = [source.shape for source in tensor_sources(question.spec)]
+    most = max(min(s[0], VECTOR_TILE) if len(s) == 1 else prod(min(side, TILE) for side in s) for s in shapes)
     topics, nbytes = Topics(question.naming.site), frame_bytes(most * DTYPE_BYTES["f32"])
     return max(publish_bytes(topics.weights(device), nbytes, 1) for device in question.cluster.devices)
-
-
-def _tile_items(shape: tuple[int, ...]) -> int:
-    return min(shape[0], VECTOR_TILE) if len(shape) == 1 else prod(min(side, TILE) for side in shape)
 
 
 def price(question: Question, plan: Plan, full: bool = False, memory: Memory | None = None) -> Price:

@@ -76,8 +76,6 @@ class Stream:
     count: int = 0
     offset: float = 0.0  #: bias: mean of the observations minus the quantity
     offset_count: int = 0  #: observations that the offset is learned from
-    value: float = 0.0  #: the last observation
-    at_s: float = -inf  #: time of the last observation
 
     @property
     def repeats(self) -> float:
@@ -193,7 +191,7 @@ class Quantity:
         self.changes: list[Change] = []  #: changes that have not ended, the oldest first
         self.count = 0  #: number of observations
         self._up = self._down = 0.0
-        self._doubted_s = now  # time of the first observation of the current doubt
+        self.doubted_s = now  #: time of the first observation of the current doubt, if there is one
         self._recent: deque[_Excursion] = deque(maxlen=ESTIMATOR.window)
 
     def sd(self, now: float | None = None) -> float:
@@ -205,11 +203,6 @@ class Quantity:
     def is_in_doubt(self) -> bool:
         """Return whether the CUSUM is beyond half of its threshold."""
         return max(self._up, self._down) > ESTIMATOR.threshold / 2
-
-    @property
-    def doubted_s(self) -> float:
-        """Return the start of the current doubt, infinity without one."""
-        return self._doubted_s if self.is_in_doubt else inf
 
     def observe(
         self,
@@ -233,7 +226,6 @@ class Quantity:
             return "ended"
         self.variance += self._prior.drift**2 * max(now - self.at_s, 0.0)
         self.at_s, self.count, state.count = max(now, self.at_s), self.count + 1, state.count + 1
-        state.value, state.at_s = log_value, now
         value, noise = log_value - state.offset, state.variance + extra_variance
         error, repeats = value - self.mean, state.repeats
         score = error / sqrt(self.variance + noise / weight)
@@ -288,7 +280,7 @@ class Quantity:
         limit = inf if alone or judges else ESTIMATOR.threshold / 2
         clipped, step = min(max(excursion.score, -ESTIMATOR.clip), ESTIMATOR.clip), min(step, 1.0)
         if not self.is_in_doubt:
-            self._doubted_s = excursion.at_s
+            self.doubted_s = excursion.at_s
         self._up = max(0.0, min(self._up + step * (clipped - ESTIMATOR.slack), max(limit, self._up)))
         self._down = max(0.0, min(self._down + step * (-clipped - ESTIMATOR.slack), max(limit, self._down)))
         if self._up == self._down == 0.0:
@@ -301,12 +293,9 @@ class Quantity:
         # a stream that may detect changes alone), and most observations since then must agree with them.
         judge, similar = None if alone else self._prior.judge, self._similar()
         since = [one for one in self._recent if one.at_s >= similar[0].at_s]
-        alarms = sum(one.score * self._sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in similar)
+        sign = 1 if self._up >= self._down else -1
+        alarms = sum(one.score * sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in similar)
         return alarms > 1 and 2 * len(similar) > len(since)
-
-    @property
-    def _sign(self) -> int:
-        return 1 if self._up >= self._down else -1
 
     def _similar(self) -> list[_Excursion]:
         """Return the observations since the CUSUM left 0 that are similar to the last one."""

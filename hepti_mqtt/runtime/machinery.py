@@ -75,12 +75,12 @@ class StateTable(Generic[State, Event]):
     states: tuple[State, ...]
     first: tuple[Event, State]  #: first event and state
     steps: Mapping[State, Mapping[Event, State]]  #: next state by state and event; a state without steps is an end
-    safe: Mapping[State, State]  #: next state after an event without a step
+    safe: Mapping[State, State]  #: next state after an event without a step; an end stays by default
 
     def __post_init__(self) -> None:
         states = set(self.states)
-        if set(self.steps) != states or set(self.safe) != states:
-            raise ValueError(f"{self.name}: steps and safe must name each of {', '.join(self.states)}, and no others")
+        if set(self.steps) != states or not {state for state, steps in self.steps.items() if steps} <= set(self.safe):
+            raise ValueError(f"{self.name}: steps, and safe except for ends, must name each of {', '.join(states)}")
         follows = {state: set(steps.values()) for state, steps in self.steps.items()}
         unknown = {after for group in (*follows.values(), self.safe.values()) for after in group} - states
         if unknown:
@@ -129,7 +129,7 @@ class StateMachine(Generic[State, Event]):
             self.story.append(Transition(now, subject, state, event, after, why))
             return after
         self._counters["illegal_step"] += 1
-        safe = self.table.safe[state]
+        safe = self.table.safe.get(state, state)
         illegal = f"illegal: a {self.table.name} that is {state} has no step for it"
         self.story.append(Transition(now, subject, state, event, safe, f"{illegal}; {why}" if why else illegal))
         if self.strict:

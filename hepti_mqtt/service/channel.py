@@ -464,7 +464,7 @@ class RequestChannel:
     def _refuse_address(self, delivery: Delivery) -> None:
         """Refuse a request on a topic with an invalid name, and log the topic once."""
         request = peek_id(delivery.payload)
-        refusal = self._decoder.misaddressed(delivery.topic, request or "unread")
+        refusal = self._decoder.topics_of(delivery.topic).misaddressed(delivery.topic, request or "unread")
         if refusal is None:
             return
         topic, error = refusal
@@ -523,9 +523,6 @@ class RequestChannel:
             and self._window.is_from_earlier(receipt)
         )
 
-    def _probe_broker(self) -> None:
-        warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log.log)
-
     def send(self, reply: Reply, requests: Sequence[RawRequest] | None = None) -> None:
         """Send an answer, and settle `requests` after its acknowledgement; None: the reply is a partial answer."""
         journal = self.journal
@@ -539,7 +536,8 @@ class RequestChannel:
         """Resend due answers, and probe the broker's limits once; now: from `time.monotonic`."""
         if now > self._probe_at_s:
             self._probe_at_s = inf
-            threading.Thread(target=self._probe_broker, name="planner-broker-limits", daemon=True).start()
+            probe = self._url, self._name, self._decoder.topics.probe("doctor"), self._log.log
+            threading.Thread(target=warn_of_limits, args=probe, name="planner-broker-limits", daemon=True).start()
         self._look_for_lost(now)
         while (answer := self._to_resend.take_due(now)) is not None and self._publish(answer):
             continue

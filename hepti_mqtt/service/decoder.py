@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hepti_mqtt.config.process import RateLimitedLog
-from hepti_mqtt.core.errors import BadNameError, WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
@@ -96,19 +96,16 @@ class MessageDecoder:
         """Return the subscriptions for requests."""
         return [(self.topics.all_requests(), 1), (self.topics.all_texts(), 1)]
 
-    def _topics_of(self, topic: str) -> Topics:
+    def topics_of(self, topic: str) -> Topics:
+        """Return the topics of the site that a topic belongs to: the planner's own, or that of shared requests."""
         shared = self.shared
         return shared if shared is not None and topic.startswith(shared.request_root()) else self.topics
-
-    def misaddressed(self, topic: str, request: str) -> tuple[str, BadNameError] | None:
-        """Return topic and error of the refusal of a request on a topic with an invalid name, or None."""
-        return self._topics_of(topic).misaddressed(topic, request)
 
     def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
         """Return a decoded message; None if it is invalid, or empty (a cleared retained message)."""
         parsed = None
         try:
-            parsed = self._topics_of(topic).parse(topic)
+            parsed = self.topics_of(topic).parse(topic)
             if not payload and parsed.kind != "use":  # a cleared switch means on
                 return None
             decoder = self._decoders.get(parsed.kind)
@@ -123,7 +120,7 @@ class MessageDecoder:
             else:
                 self.counters["malformed"] += 1
             return None
-        if isinstance(message, RawRequest) and self.shared is not None and self._topics_of(topic) is self.shared:
+        if isinstance(message, RawRequest) and self.shared is not None and self.topics_of(topic) is self.shared:
             return replace(message, site=self.shared.site)
         return message
 

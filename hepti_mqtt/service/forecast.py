@@ -53,11 +53,6 @@ class Forecast:
     simulated: bool = True  #: False if scaled from another length; then only proportions of `flops` are valid
     parts: TimeParts = WHOLE  #: of the time
 
-    def scaled(self, tokens: int, seconds: float) -> Forecast:
-        """Return the estimate for another length."""
-        nbytes = self.nbytes * tokens / max(self.tokens, 1)
-        return Forecast(tokens, seconds, nbytes, self.flops, simulated=False)
-
     @classmethod
     def of(cls, played: RequestSimulation) -> Forecast:
         """Return the forecast of a simulation."""
@@ -170,7 +165,8 @@ class Forecasts:
         rows = shape.size, max(nearest.tokens, 1)
         factors = [rows_factor(cluster, plan.devices, product, each) for each in rows]
         factor = nearest.parts.length_factor(factors[0] / factors[1], *rows)
-        return nearest.scaled(shape.size, nearest.seconds * factor)
+        nbytes = nearest.nbytes * rows[0] / rows[1]
+        return Forecast(shape.size, nearest.seconds * factor, nbytes, nearest.flops, simulated=False)
 
     def run(self) -> None:
         """Compute forecasts until `close`; the body of a thread."""

@@ -74,8 +74,9 @@ _SPEAKS: Final[dict[str, Any]] = {"inputs": ("audio",)}
 _BOTH: Final[dict[str, Any]] = {"tasks": ("generation", "transcription"), "inputs": ("audio", *_TEXT_INPUTS)}
 _LABELS: Final[dict[str, Any]] = {"inputs": ("candidate_labels",)}
 _TABLE: Final = (
-    Option("truncate", "flag", "`true` cuts a text that is longer than the model reads (for a decoder: including what "
-           "it generates), and of a pair the longer one first; without it, a long text is an error", neutral=(False,)),
+    Option("truncate", "flag", "`true` truncates texts that are too long for the model (for a decoder: "
+           "including the generated tokens), of a pair the longer one first; without it, a long text is an "
+           "error", neutral=(False,)),
     Option("prompt", "any", "the name of one of the model's prompts (`prompts` in config_sentence_transformers.json), "
            "such as `query` or `document`, instead of its default one; of speech, the text before it",
            ("embedding", "transcription"), ("text", "texts", "audio")),
@@ -87,7 +88,7 @@ _TABLE: Final = (
            neutral=(False,)),
     Option("multi_label", "flag", "`true`: each of your own labels has its own score", **_LABELS, neutral=(False,)),
     Option("hypothesis_template", "any", "the sentence about each of your own labels, with one `{}`", **_LABELS),
-    Option("no_answer", "flag", "`true`: the answer is empty where the model finds that more likely", (), ("context",),
+    Option("no_answer", "flag", "`true`: the answer is empty if the model finds that more likely", (), ("context",),
            neutral=(False,)),
     Option("max_answer_tokens", "integer", "of an answer in a text: 15 by default, at most 384",
            ("question_answering",), ("context", "ids"), 1, 384),
@@ -100,58 +101,62 @@ _TABLE: Final = (
            "[CNNs](../guide/models.md#pictures): what the last dense layer reads); `plan`: nothing is computed, the "
            "answer comes when the plan's weights are loaded, with `result` null and the prediction for this request",
            choices=("task", "hidden", "plan")),
-    Option("top_k", "integer", "how many labels or tokens to name: 5 by default, at most 1000; of rankings and your "
-           "own labels all by default. Of a decoder: tokens are drawn from that many, from all with 0", low=0,
+    Option("top_k", "integer", "how many labels or tokens to name: 5 by default, at most 1000; of "
+           "rankings and your own labels all by default. Decoders: sample from the `top_k` likeliest tokens "
+           "(0: from all)", low=0,
            high=MAX_TOP_K),
-    Option("temperature", "number", "of a decoder, from 0 to 2: tokens are drawn by their probabilities, changed as "
-           "transformers does, by temperature, `top_k`, `top_p` and `min_p` in this order; with 0 the likeliest one "
-           "follows. Without it, the model's `generation_config.json` says it, "
+    Option("temperature", "number", "decoders: 0 to 2, applied before `top_k`, `top_p` and `min_p`, as in "
+           "transformers; 0 takes the likeliest token. Default: that of the model's `generation_config.json`, "
            "else 0. Of [speech](../guide/speech.md#ask): from 0 to 1, or a list", **_BOTH,
            low=0, high=2, takes_list=True),
-    Option("top_p", "number", "of a decoder: tokens are drawn from the likeliest ones with this probability in all",
+    Option("top_p", "number", "decoders: sample from the likeliest tokens whose probabilities sum to "
+           "`top_p`",
            **_WRITES, low=0, high=1),
-    Option("min_p", "number", "of a decoder: no token is drawn with less than this part of the likeliest one's "
-           "probability", **_WRITES, low=0, high=1),
-    Option("seed", "integer", "the same text again, however the model is divided", **_BOTH, low=0, high=MAX_SEED),
-    Option("repetition_penalty", "number", "of a decoder: divides the logits of tokens that were there, also in the "
+    Option("min_p", "number", "decoders: tokens below this fraction of the highest probability are "
+           "excluded", **_WRITES, low=0, high=1),
+    Option("seed", "integer", "the same seed gives the same text, under any plan", **_BOTH, low=0, high=MAX_SEED),
+    Option("repetition_penalty", "number", "decoders: divides the logits of earlier tokens, also those of the "
            "prompt", **_WRITES, low=0.1, high=10),
-    Option("presence_penalty", "number", "of a decoder: is taken from the logits of tokens that were there", **_WRITES,
+    Option("presence_penalty", "number", "decoders: subtracted once from the logit of each earlier token", **_WRITES,
            low=-2, high=2),
-    Option("frequency_penalty", "number", "of a decoder: the same for each time that the token was there", **_WRITES,
+    Option("frequency_penalty", "number", "decoders: subtracted for each earlier occurrence", **_WRITES,
            low=-2, high=2),
-    Option("logit_bias", "any", "of a decoder: numbers from -100 to 100 that are added to the logits of token ids, by "
-           "id", **_WRITES, neutral=({},)),
-    Option("stop", "any", "of a decoder: a text or up to 16; the first one in the answer ends it", **_WRITES,
+    Option("logit_bias", "any", "decoders: numbers from -100 to 100 by token id, added to the logits", **_WRITES,
+           neutral=({},)),
+    Option("stop", "any", "decoders: one text or up to 16; the first one that appears ends the answer", **_WRITES,
            neutral=([],)),
-    Option("logprobs", "integer", "of a decoder: each token comes with the logarithm of its probability, and with that "
-           "number of the likeliest tokens at its place ([form](#generated-text)). All of an answer are at most 24,000",
+    Option("logprobs", "integer", "decoders: each token has the logarithm of its probability, and those "
+           "of that many likeliest tokens ([form](#generated-text)); at most 24,000 in an answer",
            **_WRITES, low=0, high=MAX_LIKELY),
-    Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
-           "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
-           "An invalid schema, or a schema that llguidance does not support, is refused. The planner needs "
+    Option("response_format", "any", "decoders: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
+           "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends "
+           "it. An invalid schema, or a schema that llguidance does not support, is refused. The planner needs "
            "the extra `grammar`", **_WRITES),
-    Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
-           "where the chat template writes none", (), ("messages",), neutral=([],)),
+    Option("tools", "any", "of `messages`: functions that the model may call, as in OpenAI's "
+           "interface; refused if the chat template does not support them", (), ("messages",), neutral=([],)),
     Option("tool_choice", "any", "with `tools`: `required`, or `{\"type\": \"function\", \"function\": {\"name\": "
            "\"...\"}}`: the text is a call of one of the tools, or of that one, as JSON with `name` and `arguments` "
            "(of Llama 3 `parameters`), by the tool's schema; `auto` (default): the model chooses. It needs the same "
            "extra",
            (), ("messages",), neutral=("auto",)),
-    Option("thinking", "flag", "of `messages`, for models that think before they answer: `false` asks the template for "
-           "an answer without thoughts, `true` for thoughts. Thoughts come as `thinking`, apart from `text`",
+    Option("thinking", "flag", "of `messages`, for models that think before they answer: `false` asks "
+           "the template for an answer without thoughts, `true` for thoughts. Thoughts are in `thinking`, not "
+           "in `text`",
            ("generation",), ("messages",)),
-    Option("speculate", "flag", "`false`: of a decoder, no tokens are guessed from the text so far and computed along. "
-           "The text is the same with and without (except for near ties of rounding)", **_WRITES, neutral=(True,)),
-    Option("max_new_tokens", "integer", "how many tokens a decoder generates: by default 16, of speech 224, and for "
-           "`messages` as many as the model has room for, at most 4096; it stops earlier at the model's end token",
+    Option("speculate", "flag", "`false` turns off speculative decoding by prompt lookup. The text is "
+           "the same with and without (except for near ties)", **_WRITES, neutral=(True,)),
+    Option("max_new_tokens", "integer", "how many tokens a decoder generates: by default 16, of speech 224, and "
+           "for `messages` as many as the context allows, at most 4096; it stops earlier at the model's end "
+           "token",
            ("generation", "transcription"), low=1),
-    Option("fit", "flag", "`true`: `max_new_tokens` is a bound, and fewer are generated where the model has less room; "
-           "without it, that is an error", ("generation",), _TEXT_INPUTS, neutral=(False,)),
+    Option("fit", "flag", "`true`: `max_new_tokens` is an upper limit; without it, too little "
+           "context is an error", ("generation",), _TEXT_INPUTS, neutral=(False,)),
     Option("language", "any", "of speech: a code such as `en`, or a list of them "
            "([speech](../guide/speech.md#ask))", **_SPEAKS),
     Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
-    Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
-    Option("timestamps", "any", "of speech: `true` for times of segments, `word` for those of words, too", **_SPEAKS,
+    Option("window", "any", "of speech: the encoder's window in seconds", **_SPEAKS),
+    Option("timestamps", "any", "of speech: `true` for times of segments, `word` also for times of "
+           "words", **_SPEAKS,
            neutral=(False,)),
 )  # fmt: skip
 OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}

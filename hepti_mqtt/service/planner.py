@@ -103,7 +103,6 @@ _NOT_SHARED: Final = (
 )
 
 PlannerState = Literal["starting", "online", "offline"]
-ReplyCommand = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -204,7 +203,7 @@ class _Planner:
         self.checkpoints = {name: model.checkpoint for name, model in models.items()}
         self.state = state_directory(config.site, config.state_dir)
         self.last_state = read_state(self.state, self.checkpoints, self.log)
-        self.session.recall_texts(self.last_state.texts)
+        self.session.kv_caches.recall(self.last_state.texts)
         self.has_served = False  #: a plan was active, so the last planner's state file is obsolete
         self.will_debounce, self.broker_watch = LastWillDebounce(self.session), BrokerWatch()
         self.snapshots: tuple[PlanSnapshot, ...] = ()
@@ -429,7 +428,7 @@ class _Planner:
         if self.metrics is not None:
             self.metrics.record_answer(raw.model, error.code, 0.0)
 
-    def _answer(self, command: ReplyCommand) -> None:
+    def _answer(self, command: interface.Answer) -> None:
         if isinstance(command, interface.TokenReady):
             if (part := self.handler.encode_token(command)) is not None:
                 self.channel.send(part)
@@ -509,7 +508,7 @@ class _Planner:
         if self.failure is not None:
             raise self.failure
         if self.has_served:
-            self._save_state(self.session.held_texts())
+            self._save_state(self.session.kv_caches.texts())
 
     def _connect(
         self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
@@ -617,7 +616,7 @@ class _Planner:
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, ReplyCommand):
+        elif isinstance(command, interface.Answer):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
             executor = self.short_searching if SEARCHES[command.kind].is_short else self.searching
@@ -635,7 +634,7 @@ class _Planner:
         event = json.dumps({"kind": kind, "text": text, "time": time.time()})
         self._publish(self.topics.event(kind), event.encode())
 
-    def _queue_answer(self, command: ReplyCommand) -> None:
+    def _queue_answer(self, command: interface.Answer) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)
         if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
             # The forecast is the answer.

@@ -601,15 +601,10 @@ def edgeflow_ranges(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResourc
     return {name: tensor.ranges for name, tensor in held.items()}
 
 
-def _grain(unit: ExecutionUnit) -> int:
-    """Return the step between possible cuts of a layer."""
-    least = min(unit.op.share_unit(unit.dim), unit.size)
-    return ceil(unit.size / MOST_UNITS / least) * least
-
-
 def _ends(unit: ExecutionUnit) -> list[int]:
     """Return the possible cuts of a layer."""
-    return [*range(0, unit.size, _grain(unit)), unit.size]
+    least = min(unit.op.share_unit(unit.dim), unit.size)
+    return [*range(0, unit.size, ceil(unit.size / MOST_UNITS / least) * least), unit.size]
 
 
 def _done(unit: ExecutionUnit, site: _Site, held: Mapping[str, _Held], free: Array) -> Array:

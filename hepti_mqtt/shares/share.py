@@ -55,7 +55,9 @@ class Share:
         unit = op.share_unit(self.dim)
         unit = min(max(unit, self.unit) if unit > 1 else unit, total)
         if op.range_cost(self.dim, 0, unit) * total > op.range_cost(self.dim, 0, total) * unit:
-            parts = partition_in_order(_costs(op, self.dim, unit, total) * _slowness(weights))
+            # A device without speed is slow enough to get nothing.
+            slowness = np.array([1 / max(weight, 1e-30) for weight in weights])[:, None, None]
+            parts = partition_in_order(_costs(op, self.dim, unit, total) * slowness)
         else:
             parts = apportion(-(-total // unit), weights)
         return tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
@@ -124,11 +126,6 @@ def _costs(op: Op, dim: int, unit: int, total: int) -> Array:
     """Return the cost of each range of a dimension, [P, P] by start and stop in units; inf if stop precedes start."""
     ends = [min(end, total) for end in range(0, total + unit, unit)]
     return np.array([[op.range_cost(dim, a, z) if a <= z else np.inf for z in ends] for a in ends])
-
-
-def _slowness(speeds: Speeds) -> Array:
-    """Return seconds by device, [N, 1, 1]; a device without speed is slow enough to get nothing."""
-    return np.array([1 / max(speed, 1e-30) for speed in speeds])[:, None, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

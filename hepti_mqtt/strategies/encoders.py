@@ -8,10 +8,8 @@ from typing import Final, get_args
 from hepti_mqtt.core.plan import WeightDtype
 from hepti_mqtt.lowering import (
     ROWWISE_ROLES,
-    Graph,
     IndexSet,
     Piece,
-    Rewrite,
     Rule,
     Table,
     between_blocks,
@@ -27,7 +25,7 @@ from hepti_mqtt.lowering import (
 )
 from hepti_mqtt.lowering.layouts import reduce_scatter, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares import DeviceResources, Options, Shares, Speeds
+from hepti_mqtt.shares import Options, Speeds
 from hepti_mqtt.shares.share import PLACEMENTS, assign_sub_blocks, balanced_groups
 from hepti_mqtt.shares.stages import offload_rows
 from hepti_mqtt.strategies.method import BRANCHES, COLUMNS, HEADS, MLP, MLP_IN_PROPORTION, ROWS, Division, Method
@@ -260,16 +258,6 @@ def voltage_table(division: Division) -> Table:
     return Table({roles.AFTER_MLP: split_along(division.device_sets(ROWS), 0)})
 
 
-def _product_order(division: Division) -> Rewrite:
-    order = division.option("order", "cost")
-    return choose_product_order(division.graph, order, division.device_sets(ROWS), division.plan.weight_dtype)
-
-
-def _voltage_rows(graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
-    del graph, lanes
-    return {ROWS.kind: tuple(weights if options.get("shares") == "uneven" else [1.0] * len(weights))}, {}
-
-
 _ORDERS: Final[Sequence[Options]] = ({}, {"order": "kept"}, {"order": "reordered"})
 _VOLTAGE: Final = tuple({"shares": shares, **order} for shares in ("equal", "uneven") for order in _ORDERS)
 
@@ -281,8 +269,13 @@ VOLTAGE: Final = Method(
     options=_VOLTAGE[:1],
     variants=lambda _: _VOLTAGE,
     is_distinct=lambda _, options: "order" not in options,
-    rewrite=_product_order,
-    solve=_voltage_rows,
+    rewrite=lambda division: choose_product_order(
+        division.graph, division.option("order", "cost"), division.device_sets(ROWS), division.plan.weight_dtype
+    ),
+    solve=lambda _graph, options, weights, _lanes: (
+        {ROWS.kind: tuple(weights) if options.get("shares") == "uneven" else (1.0,) * len(weights)},
+        {},
+    ),
     weight_dtypes=lambda options: ("f32",) if options.get("order") == "reordered" else get_args(WeightDtype),
 )
 

@@ -47,7 +47,7 @@ class Division(NamedTuple):
     @property
     def root(self) -> int:
         """Return the root device's number."""
-        return self.plan.index(self.plan.root)
+        return self.plan.devices.index(self.plan.root)
 
     def device_sets(self, share: Share) -> list[IndexSet]:
         """Return each device's part of a dimension."""

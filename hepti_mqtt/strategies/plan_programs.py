@@ -241,12 +241,8 @@ def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Pr
 
 def compact_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
     """Return the Programs of all devices with equal layers once; `Lowered.repeated_layer` says for how many."""
-    return {device: compact_program(spec, plan, shape, device) for device in plan.executables[0].devices}
-
-
-def compact_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
-    """Return one device's Program of a run with equal layers once."""
-    return run_passes(lower_plan(spec, plan, shape).compact_program(device), plan.executables[0])
+    lowered, own = lower_plan(spec, plan, shape), plan.executables[0]
+    return {device: run_passes(lowered.compact_program(device), own) for device in own.devices}
 
 
 def make_plan(
@@ -326,10 +322,10 @@ def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered
     The device's other ops for the task occur for all hidden states too. If runs of many rows have other layouts, the
     longest request is lowered under each of them, which bounds shorter requests.
     """
-    own = plan.for_device(device)
-    used = [name for name, most in own.layouts.items() if most < largest_shape(spec).size]
+    own, longest = plan.for_device(device), largest_shape(spec)
+    used = [name for name, most in own.layouts.items() if most < longest.size]
     for layout in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in used))):
-        task, hidden = (lower_plan(spec, layout, shape) for shape in longest_shapes(spec))
+        task, hidden = (lower_plan(spec, layout, shape) for shape in (longest, longest.with_want("hidden")))
         if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
             yield task
         yield hidden
@@ -385,9 +381,3 @@ def sources_of(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     own = plan.for_device(device)
     longest = (low for wide in plans_for_all_weights(spec, own) for low in lowered_for_longest(spec, wide, device))
     return frozenset().union(*(lowered.senders(device) for lowered in longest)) - {PLANNER}
-
-
-def longest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:
-    """Return the longest request, for the task and for all hidden states."""
-    shape = largest_shape(spec)
-    return shape, shape.with_want("hidden")

@@ -147,7 +147,7 @@ class LoweredTasks(Lowered):
 
     def full_program(self, device: str) -> Program:
         """Return the Program of a device: the root's own part if it is the root, then all tasks."""
-        merged = _ProgramMerger(device, self._plan, self._tasks)
+        merged = _ProgramMerger(self._plan, self._tasks)
         if device == self._plan.root:
             merged.add(super().full_program(ROOT_PART), -1)
         for number, name in enumerate(self._tasks):
@@ -193,8 +193,8 @@ def _plan_per_task(plan: Plan, tasks: int) -> Plan:
 class _ProgramMerger:
     """Programs of several tasks merged into one, with exchanges by task instead of by device."""
 
-    def __init__(self, device: str, plan: Plan, tasks: tuple[str, ...]) -> None:
-        self.device, self.root, self.tasks = device, plan.root, tasks
+    def __init__(self, plan: Plan, tasks: tuple[str, ...]) -> None:
+        self.root, self.tasks = plan.root, tasks
         self.others = tuple(d for d in plan.devices if d != plan.root)
         self.slots: list[SlotSpec] = []
         self.ops: list[Compute | Send | Recv] = []

@@ -35,8 +35,9 @@ def select_batch(
     lost before, is due now. max_items: limit for this replica.
     """
     first = next(turns)
-    if first.request.generation is not None:
-        return _select_steps(first, turns, min(batching.max_requests, MAX_TOGETHER)), -inf
+    if first.request.generation is not None:  # a decoding step is joined by the steps of other sessions
+        steps = (item for item in turns if item.batchable and first.joins(item)) if first.batchable else ()
+        return (first, *islice(steps, min(batching.max_requests, MAX_TOGETHER) - 1)), -inf
     chosen, requests, tokens = [first], {id(first.request)}, first.tokens
     full = not first.batchable or first.request.losses[first.index] > 0
     for item in turns if first.batchable else ():
@@ -54,12 +55,6 @@ def select_batch(
     due_s = -inf if full else min(map(partial(_waits_until, batching.delay_s), chosen))
     size = 1 << (min(len(chosen), max_items or len(chosen)).bit_length() - 1)
     return tuple(sorted(chosen[:size], key=lambda item: item.batch.shape.sizes)), due_s
-
-
-def _select_steps(first: WorkItem, turns: Iterator[WorkItem], most: int) -> tuple[WorkItem, ...]:
-    """Return the next run of a session: a decoding step is joined by the steps of other sessions."""
-    others = (item for item in turns if item.batchable and first.joins(item))
-    return (first, *(islice(others, most - 1) if first.batchable else ()))
 
 
 def _waits_until(delay_s: float, item: WorkItem) -> float:

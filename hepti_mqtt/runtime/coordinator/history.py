@@ -29,10 +29,6 @@ class SearchHistory:
     began_inputs: Means = field(default_factory=dict)  #: estimates at that start
     inputs: Means = field(default_factory=dict)  #: estimates that `candidates` were priced by
 
-    def begin(self, inputs: Means, site: frozenset[object], now: float) -> None:
-        """Record the start of a search."""
-        self.began_inputs, self.began_site, self.began_s = inputs, site, now
-
     def learn(self, decision: Decision, search: Search) -> Decision:
         """Record the candidates of a search; return the decision with all candidates."""
 
@@ -66,10 +62,6 @@ class Judgement:
     lessons: int = 0  #: number of runs in its estimates
     may_gain: float = inf  #: share of the active plan's time that a search may save
     tried: dict[StrategyKey, float] = field(default_factory=dict)  #: times of trials, by method
-
-    def record(self, verdict: Verdict, may_gain: float, lessons: int, now: float) -> None:
-        """Record a verdict."""
-        self.verdict, self.may_gain, self.lessons, self.judged_s = verdict, may_gain, lessons, now
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -250,9 +250,5 @@ class LogEvent:
     text: str
 
 
-CoordinatorCommand = Publish | Solve | SendTiles | AnswerRequest | TokenReady | RefuseRequest | PublishPlan | LogEvent
-
-
-def devices_first(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
-    """Move replies to users to the end, because writing an answer takes longer than sending devices their next run."""
-    return sorted(commands, key=lambda command: isinstance(command, AnswerRequest | TokenReady | RefuseRequest))
+Answer = AnswerRequest | TokenReady | RefuseRequest
+CoordinatorCommand = Publish | Solve | SendTiles | Answer | PublishPlan | LogEvent

@@ -43,12 +43,6 @@ def rows_of_text(text: Generation) -> int:
     return cache_rows(len(text.prompt) + len(text.text.tokens) + ROWS_AHEAD, text.shape.session_rows)
 
 
-def held_texts(group: PlanGroup) -> list[HeldText]:
-    """Return the texts in the sessions of unfinished requests."""
-    texts = (_held_text(group, generation) for generation in _open_texts(group))
-    return [text for text in texts if text is not None and len(text.ids)]
-
-
 def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
     """Return the text in a session; None if no other text can reuse it."""
     session, longest = generation.session, largest_shape(group.served.spec).session_rows
@@ -99,7 +93,8 @@ class KvCaches:
         self._number = self._number % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else generation.identity
         version, ended = plan.version, [session for under, session in generation.session.left if under == plan.version]
-        prefix = self._held.find(version, ids, held_texts(group))
+        open_texts = (_held_text(group, text) for text in _open_texts(group))
+        prefix = self._held.find(version, ids, [text for text in open_texts if text is not None and len(text.ids)])
         if prefix is not None and prefix.moves:
             self._held.forget((version, prefix.session))
         generation.session.start(version, self._number, prefix)

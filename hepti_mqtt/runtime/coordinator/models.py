@@ -113,10 +113,6 @@ class PlanGroup:
         """Return whether requests are queued and no plan serves them."""
         return bool(self.queue) and self.plans.in_use is None
 
-    def in_use(self, now: float) -> bool:
-        """Return whether a request came recently."""
-        return self.pace.is_in_use(now)
-
     def requests(self) -> list[Request]:
         """Return the queued and running requests; a request occurs once for each of its batches."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]

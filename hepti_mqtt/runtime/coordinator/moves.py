@@ -127,7 +127,9 @@ class Moves:
         ]
         may_gain = _may_gain([*own, *zip(candidates, outlooks, strict=True)], beliefs.cluster) if own else inf
         verdict = decide(self._situation(group, active, options, now))
-        group.judgement.record(verdict, may_gain, group.durations.lessons, now)
+        judgement = group.judgement
+        judgement.verdict, judgement.may_gain, judgement.judged_s = verdict, may_gain, now
+        judgement.lessons = group.durations.lessons
         return verdict
 
     def go_on(self, group: PlanGroup, run: Run, now: float) -> HandoverVerdict | None:

@@ -101,7 +101,6 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
         "active": "retiring",
         "suspect": "retiring",
         "retiring": "retiring",
-        "gone": "gone",
     },
 )
 
@@ -302,7 +301,7 @@ class PlanLifecycle:
     """
 
     def __init__(self, model: str, pins: Pins, counters: Counter[str], story: TransitionLog, label: str = "") -> None:
-        self.model, self.pins, self._label = model, pins, label or model
+        self.pins, self._label = pins, label or model
         self.story = story
         self._machine = StateMachine(PLANS, self.story, counters)
         self._searches: list[Search] = []

@@ -544,7 +544,12 @@ class Standby:
         standby, record = self._standbys.get(group.name), group.plans.active
         if standby is not None and standby.loading and self._is_usable(standby):
             return self._give_up(standby, now) if now > standby.next_s else []
-        if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
+        if (
+            record is None
+            or len(record.plan.devices) > 1
+            or not group.plans.pins.is_unpinned
+            or not group.pace.is_in_use(now)
+        ):
             return []
         if not record.is_priced:
             return []

@@ -52,14 +52,7 @@ RUN_STATES: Final[StateTable[RunState, RunEvent]] = StateTable(
         "cancelled": {},
         "continued": {},
     },
-    safe={
-        "dispatched": "cancelled",
-        "answered": "cancelled",
-        "reported": "reported",
-        "retried": "retried",
-        "cancelled": "cancelled",
-        "continued": "continued",
-    },
+    safe={"dispatched": "cancelled", "answered": "cancelled"},
 )
 
 

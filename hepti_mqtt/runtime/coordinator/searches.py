@@ -122,14 +122,14 @@ class Searches:
 
     def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
-        group.made_room = False
-        group.search_history.begin(self._fleet.estimates.means(), self._site(), now)
+        history, group.made_room = group.search_history, False
+        history.began_inputs, history.began_site, history.began_s = self._fleet.estimates.means(), self._site(), now
         search = group.plans.start_search(kind, ticket, question.plan_version, now)
         return Solve(group.name, ticket, question, group.active, kind, search.plans)
 
     def _look_again(self, group: PlanGroup, now: float) -> None:
         """Want a search for a model without a plan: every `LOOK_AGAIN_S`, and after a change of the site."""
-        if group.plans.may_serve() or (group.pinned and not group.in_use(now)):
+        if group.plans.may_serve() or (group.pinned and not group.pace.is_in_use(now)):
             return
         last, has_changed = group.search_history, self._site() != group.search_history.began_site
         if not has_changed and now - last.began_s < LOOK_AGAIN_S:
@@ -270,7 +270,8 @@ class Searches:
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans
-        moved = estimates.moved(group.search_history.inputs, group.active_devices, now) if group.in_use(now) else None
+        in_use, inputs = group.pace.is_in_use(now), group.search_history.inputs
+        moved = estimates.moved(inputs, group.active_devices, now) if in_use else None
         has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
         if moved is not None or has_changed or group.durations.lessons > group.judgement.lessons:

@@ -25,6 +25,7 @@ from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import UNWANTED, Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
+    Answer,
     BrokerConnection,
     CoordinatorCommand,
     CoordinatorEvent,
@@ -43,14 +44,12 @@ from hepti_mqtt.runtime.coordinator.interface import (
     Solved,
     Tick,
     WeightsUnreadable,
-    devices_first,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
-from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
@@ -85,7 +84,7 @@ class CoordinatorSession:
         recalls: bool = False,
         checks: bool = False,
     ) -> None:
-        self.site, self._checks = site, checks
+        self._checks = checks
         self._snapshot: tuple[PlanSnapshot, ...] | None = None  #: cache; None after a possible change of plans
         self._is_settled = False  #: no plan is searched for, preparing or retiring, so frames change only runs
         self._recalls = recalls
@@ -100,6 +99,7 @@ class CoordinatorSession:
         ids = Ids(boot, secret)
         orders = Orders(self.topics, self.fleet)
         self._scheduler = Scheduler(orders, self.groups, self.fleet, ids, in_flight, self.counters)
+        self.kv_caches = self._scheduler.caches
         self._rollout = Rollout(orders, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
@@ -147,7 +147,8 @@ class CoordinatorSession:
         if self._checks:
             self.assert_invariants()
         out, self._pending = self._pending, []
-        return devices_first(out)
+        # Writing an answer takes longer than sending devices their next run.
+        return sorted(out, key=lambda command: isinstance(command, Answer))
 
     def _change_runs(self, act: Step, model: str, now: float) -> None:
         """Handle an event that changes no plan: only runs of its model may begin."""
@@ -327,7 +328,7 @@ class CoordinatorSession:
             for group in self.groups:
                 group.crash_backoff.record_return(device, self.fleet.member(device).boot, now)
                 group.missing_bytes.pop(device, None)
-                if not group.pinned or group.in_use(now):
+                if not group.pinned or group.pace.is_in_use(now):
                     settled_s, why = now + SETTLE_S, f"{device} has joined"
                     # Devices may still hold the weights of released plans.
                     kind = SearchKind.BRIEF if group.former_plans.released else SearchKind.WHOLE
@@ -336,7 +337,7 @@ class CoordinatorSession:
             return [self._rollout.release_all(device), LogEvent("joined", f"{device} has joined")]
         if change == "starting":
             for group in self.groups:  # a wanted search lets new requests wait for the device
-                if group.active is None and (not group.pinned or group.in_use(now)):
+                if group.active is None and (not group.pinned or group.pace.is_in_use(now)):
                     soon_s = now + SETTLE_UNSERVED_S if self.fleet.usable() else None
                     group.plans.request_search(now + SETTLE_S, now, f"{device} is starting", soon_s=soon_s)
             return [LogEvent("starting", f"{device} is starting")]
@@ -440,14 +441,6 @@ class CoordinatorSession:
             elif former is not None:
                 out[group.name] = EarlierPlan(former.plan, former.needs)
         return out
-
-    def held_texts(self) -> list[HeldText]:
-        """Return the texts in KV caches that devices hold for ended requests, oldest first."""
-        return self._scheduler.caches.texts()
-
-    def recall_texts(self, texts: Iterable[HeldText]) -> None:
-        """Take the texts of an earlier planner of this site; call before the first event."""
-        self._scheduler.caches.recall(texts)
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):

@@ -75,11 +75,6 @@ class ProgramBuildQueue:
         """Return the waiting runs and their plan keys."""
         return [(run_id, (frame.model, frame.plan_version)) for run_id, (frame, _) in self._waiting.items()]
 
-    @property
-    def has_waiting(self) -> bool:
-        """Return whether a run waits."""
-        return bool(self._waiting)
-
     def drop(self, run_id: int) -> None:
         """Drop a waiting run."""
         self._waiting.pop(run_id, None)

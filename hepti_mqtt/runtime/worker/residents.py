@@ -438,16 +438,11 @@ class ResidentPlans:
             if resident.weights is not None:
                 self._ended = [*self._ended[1 - KEPT_ENDED :], resident]
 
-    def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
+    def step_all(self, keys: Iterable[PlanKey], event: ResidentEvent, now: float, why: str = "") -> None:
         """Take each of these plans, if resident, through one step."""
         for key in list(keys):
             if key in self._residents:
                 self.step(self._residents[key], event, now, why)
-
-    def mark_all_unconfirmed(self, now: float, why: str) -> None:
-        """Doubt every plan, because the planner may have released it."""
-        for resident in list(self._residents.values()):
-            self.step(resident, "doubt", now, why)
 
     def unconfirmed(self, model: str | None = None, before: PlanVersion | None = None) -> list[PlanKey]:
         """Return the doubted plans, oldest first; optionally of one model, and before a version."""
@@ -508,14 +503,6 @@ class ResidentPlans:
     def residents(self) -> list[ResidentPlan]:
         """Return the resident plans in order of arrival."""
         return list(self._residents.values())
-
-    def filters(self) -> set[str]:
-        """Return the filters of all plans."""
-        return {f for r in self._residents.values() for f in r.filters}
-
-    def work_topics(self) -> set[str]:
-        """Return the work topics of all plans."""
-        return {r.work_topic for r in self._residents.values()}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

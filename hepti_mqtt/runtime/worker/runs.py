@@ -175,6 +175,7 @@ class WorkerRuns:
         self._device, self._topics, self._counters = device, topics, counters
         self._building = ProgramBuildQueue(counters)
         self._executor = Executor()
+        self.next_step = self._executor.next_step  #: the shell runs the step and calls `finish_step` or `fail_step`
         self._runs: dict[int, WorkerRun] = {}
         self._heirs: dict[int, int] = {}  # run that stops before a block -> run that continues it
         self._left: dict[int, Plan] = {}  # heir without this device -> its plan
@@ -194,7 +195,7 @@ class WorkerRuns:
     @property
     def has_any(self) -> bool:
         """Return whether a run is active, or waits for its Program."""
-        return bool(self._runs) or self._building.has_waiting
+        return bool(self._runs or self._building.waiting())
 
     def take_waited(self) -> float | None:
         """Return the seconds that the last ended run waited for other devices, once per run."""
@@ -504,10 +505,6 @@ class WorkerRuns:
         return []
 
     # -- ops ------------------------------------------------------------------------------------------------------
-
-    def next_step(self) -> Step | None:
-        """Return the next step; the shell runs it and calls `finish_step` or `fail_step`."""
-        return self._executor.next_step()
 
     def finish_step(self, step: Step, outgoing: OutgoingTensor | None, seconds: float, now: float) -> list[Command]:
         """Take the result of one or more steps of a run; return the publishes.

@@ -173,6 +173,7 @@ class WorkerSession:
         self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # last Prepare of each plan being analysed
         self._doubted: set[PlanKey] = set()  # plans being analysed that the planner may have released
         self.runs = WorkerRuns(device, self.topics, self.counters)
+        self.next_step, self.fail_step = self.runs.next_step, self.runs.fail_step
         self._illegal = 0  # illegal steps that were logged
 
     @property
@@ -215,7 +216,7 @@ class WorkerSession:
         else:
             out = []
             self._doubted |= self._being_analysed.keys()
-            self.plans.mark_all_unconfirmed(now, event.why)
+            self.plans.step_all(self.plans, "doubt", now, event.why)  # the planner may have released them
         return [*out, *self._unload(), *self.runs.next_build(self.plans.residents())]
 
     def _message(self, message: messages.Message, now: float) -> list[Command]:
@@ -433,7 +434,7 @@ class WorkerSession:
     def _release(self, keys: Collection[PlanKey], event: EndEvent, now: float, why: str = "") -> list[Command]:
         out = [c for key in keys if self._being_analysed.pop(key, None) is not None for c in self._mesh.leave(key)]
         self._doubted &= self._being_analysed.keys()
-        self.plans.end(keys, event, now, why)
+        self.plans.step_all(keys, event, now, why)
         return [*out, *self._unload()]
 
     def _unload(self) -> list[Command]:
@@ -446,8 +447,9 @@ class WorkerSession:
         out: list[Command] = [c for resident in released for c in self._mesh.leave(resident.key)]
         keep = self._keep()
         out += [Unload(*resident.key, keep) for resident in released]
-        filters = {f for resident in released for f in resident.filters} - self.plans.filters()
-        works = {resident.work_topic for resident in released} - self.plans.work_topics()
+        kept = self.plans.residents()
+        filters = {f for r in released for f in r.filters} - {f for r in kept for f in r.filters}
+        works = {r.work_topic for r in released} - {r.work_topic for r in kept}
         if filters or works:
             out.append(Unsubscribe(tuple(sorted(filters)), tuple(sorted(works))))
         if self.counters["illegal_step"] != self._illegal:
@@ -498,19 +500,11 @@ class WorkerSession:
 
     # -- ops ------------------------------------------------------------------------------------------------------
 
-    def next_step(self) -> Step | None:
-        """Return the next step; the shell runs it and calls `finish_step` or `fail_step`."""
-        return self.runs.next_step()
-
     def finish_step(self, step: Step, outgoing: OutgoingTensor | None, seconds: float, now: float) -> list[Command]:
         """Take the result of steps like `WorkerRuns.finish_step`."""
         out = self.runs.finish_step(step, outgoing, seconds, now)
         # Predicted Programs are built only while no run is active.
         return [*out, *self.runs.next_build(self.plans.residents())] if self.runs.idle else out
-
-    def fail_step(self, step: Step, error: Exception) -> list[Command]:
-        """Fail a run whose op raised, and report the error to the planner."""
-        return self.runs.fail_step(step, error)
 
     def _up(self, message: messages.Message) -> Publish:
         return Publish(self.topics.reports(self.device), messages.encode(message), 1)

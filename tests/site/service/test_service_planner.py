@@ -383,7 +383,7 @@ def ask(unconnected, **delivery):
     unconnected._handle_message(unconnected.topics.request("bert", "me"), body)
 
 
-def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(unconnected, said, begun, checkpoints):
+def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(unconnected, said, begun, bert):
     topics = [unconnected.topics.response("bert", "me", name) for name in ("q1", "there")]
     ask(unconnected)
     ask(unconnected, reply_to=topics[1])
@@ -393,7 +393,7 @@ def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(
     (request,) = begun
     (refused,) = said
     assert json.loads(refused.payload)["error"]["code"] == "id_in_use"
-    unconnected._execute(answer_to(request, checkpoints["bert"]))
+    unconnected._execute(answer_to(request, bert))
     while unconnected.answering.step():
         continue
     assert [reply.topic for reply in said[1:]] == topics
@@ -401,7 +401,7 @@ def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(
 
 
 def test_a_request_that_is_answered_while_its_repeat_is_read_is_computed_once(
-    unconnected, said, begun, checkpoints, monkeypatch
+    unconnected, said, begun, bert, monkeypatch
 ):
     ask(unconnected)
     assert unconnected.reading.step()
@@ -409,7 +409,7 @@ def test_a_request_that_is_answered_while_its_repeat_is_read_is_computed_once(
 
     def read_slowly(*args):
         result = read(*args)
-        unconnected._answer(answer_to(begun[0], checkpoints["bert"]))
+        unconnected._answer(answer_to(begun[0], bert))
         return result
 
     monkeypatch.setattr(unconnected.handler, "read_request", read_slowly)

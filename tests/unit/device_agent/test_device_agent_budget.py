@@ -103,6 +103,17 @@ def test_a_device_is_unused_when_no_run_is_expected_soon() -> None:
     assert budget.is_unused(20.1 + IN_USE_S)
 
 
+def test_under_a_quota_a_new_plan_has_the_device_until_no_run_comes() -> None:
+    device = Device(1.0, 1.0, 0.25)
+    device.phase("between", False, True, 0.0, 10.0)
+    device.budget.expect_run(10.0)
+    before = device.taken["between"]
+    device.phase("between", False, True, 10.0, 10.0 + IN_USE_S)
+    assert 0 < device.taken["between"] - before <= BACKGROUND_SHARE * IN_USE_S
+    device.phase("between", False, True, 10.0 + IN_USE_S, 20.0 + IN_USE_S)
+    assert device.taken["between"] - before >= 9.0
+
+
 @pytest.mark.parametrize(("written", "is_limited"), [("max 100000", False), ("25000 100000", True)])
 def test_a_quota_of_the_control_group_is_seen(tmp_path: Path, written: str, is_limited: bool) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)

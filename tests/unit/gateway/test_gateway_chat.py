@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from gateway_client import CALL, CHAT, OLLAMA, TEXT, TOOL, Writer, events, post
+from gateway_client import CALL, CHAT, HELLO, OLLAMA, TEXT, TOOL, Writer, events, http_of, post
 
 from hepti_mqtt.core.errors import OverloadedError
 
@@ -90,11 +90,10 @@ def test_an_error_before_the_first_token_is_no_stream():
 @pytest.mark.parametrize(("tokens", "content", "calls"), [(("It", " is"), "It is", 0), (("Well.", *CALL), "Well.", 1)])
 def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     options = {"num_predict": -1, "temperature": 0.5, "num_ctx": 8192, "stop": ["END"]}
-    body = {"model": "m:latest", "tools": [TOOL], "options": options, "keep_alive": -1}
-    lines, whole = (
-        events(post(OLLAMA, Writer(*tokens), **body, stream=True)),
-        post(OLLAMA, Writer(*tokens), **body).json(),
-    )
+    body = {"model": "m:latest", "messages": HELLO, "tools": [TOOL], "options": options, "keep_alive": -1}
+    client = Writer(*tokens)
+    lines = events(http_of(client).post(OLLAMA, json=body))  # a stream, unless a body refuses it
+    whole = post(OLLAMA, client, **body).json()
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == content
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
     made = [{"function": {"name": "open", "arguments": {"door": 1}}}] * calls
