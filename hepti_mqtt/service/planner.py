@@ -482,7 +482,7 @@ class _Planner:
                 served = self.metrics.serve(self.config.options.metrics)
             for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
                 if link is not None:
-                    wait_for_broker(lambda _left_s, link=link: link.connect(), self.log.warning, stop=stop)
+                    self._connect(link, stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
@@ -502,6 +502,11 @@ class _Planner:
             raise self.failure
         if self.has_served:
             self._save_state(self.session.kv_caches.texts())
+
+    def _connect(
+        self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
+    ) -> None:
+        wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
     def _serve(self, stop: threading.Event) -> None:
         tick_at = time.monotonic() + TICK_S
