@@ -31,18 +31,11 @@ from hepti_mqtt.core.errors import HeptiError, NetworkError
 from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.program import Program
 from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.lowering import (
-    PLANNER_INDEX,
-    Graph,
-    GraphBuilder,
-    IndexSet,
-    Lowered,
-    Table,
-    explicit,
-    on_device,
-    roles,
-    span,
-)
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph, GraphBuilder
+from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Table, explicit, on_device
+from hepti_mqtt.lowering.lower import Lowered
+from hepti_mqtt.lowering.regions import IndexSet, span
 from hepti_mqtt.protocol.frames import Frame, decode, encode
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor, bind, pack

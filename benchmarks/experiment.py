@@ -19,7 +19,7 @@ from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.core.plan import Objective, WeightDtype
 from hepti_mqtt.core.spec import Spec
-from hepti_mqtt.lowering import Graph
+from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.shares import Options

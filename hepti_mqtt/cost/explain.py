@@ -19,11 +19,13 @@ from hepti_mqtt.core.program import DTYPE_BYTES, Compute, Program, Send, SlotSpe
 from hepti_mqtt.core.program import Op as ProgramOp
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TimelineEvent
-from hepti_mqtt.lowering import PLANNER_INDEX, IndexSet, Lowered, Region, roles, span
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.attention import ReorderedAttention
 from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK
+from hepti_mqtt.lowering.layouts import PLANNER_INDEX
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.lowering.ops import Input, Op
-from hepti_mqtt.lowering.regions import disjoint, volume
+from hepti_mqtt.lowering.regions import IndexSet, Region, disjoint, span, volume
 from hepti_mqtt.lowering.tiles import Tile
 from hepti_mqtt.strategies.plan_programs import lower_plan
 

@@ -11,7 +11,7 @@ from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
 from hepti_mqtt.core.schedule import make_template, stretches_of
 from hepti_mqtt.core.spec import Spec
-from hepti_mqtt.lowering import Lowered
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.models import full_ref, largest_shape, tensor_sources
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD, grid

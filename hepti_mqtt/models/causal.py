@@ -13,7 +13,8 @@ import numpy as np
 
 from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.shapes import STEP, TokenBatch
 from hepti_mqtt.models.tensors import HEAD, TensorSource, weight

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import TaskHead
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec, answered
 

@@ -18,7 +18,7 @@ import numpy as np
 from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import Task
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, patches, plain, text, vit
 from hepti_mqtt.models.config import JsonConfig

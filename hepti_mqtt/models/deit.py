@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.ops import Reshape
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import heads, patches, plain, text

@@ -17,7 +17,8 @@ import numpy as np
 from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import Pooling, TaskHead
-from hepti_mqtt.lowering import GraphBuilder, Norm
+from hepti_mqtt.lowering.graph import GraphBuilder
+from hepti_mqtt.lowering.ops import Norm
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import clip, patches, plain
 from hepti_mqtt.models.config import JsonConfig

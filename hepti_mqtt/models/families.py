@@ -19,7 +19,7 @@ from hepti_mqtt.core.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.core.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.core.spec import RequestShape, Spec, TaskHead, Want
 from hepti_mqtt.core.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage, Product
-from hepti_mqtt.lowering import Graph, GraphBuilder
+from hepti_mqtt.lowering.graph import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
     beit,

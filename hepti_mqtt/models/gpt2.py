@@ -13,7 +13,8 @@ import numpy as np
 
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import TaskHead
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import causal, heads, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens

@@ -9,7 +9,8 @@ import numpy as np
 
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import Pooling
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK, WORDS
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch

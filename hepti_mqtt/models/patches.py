@@ -15,7 +15,7 @@ import numpy as np
 from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import Task, TaskHead
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.config import JsonConfig

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.core.spec import HeadActivation, Pooling
-from hepti_mqtt.lowering import Norm
+from hepti_mqtt.lowering.ops import Norm
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.transformer import DISENTANGLED, LAYERS, Layer, ModelSpec, sees_picture
 

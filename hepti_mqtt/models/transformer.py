@@ -11,7 +11,9 @@ from hepti_mqtt.core.plan import CacheDtype
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
 from hepti_mqtt.core.storage import BLOCK_STORAGES, BlockStorage
-from hepti_mqtt.lowering import GraphBuilder, Norm, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
+from hepti_mqtt.lowering.ops import Norm
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput, TokenBatch
 
 

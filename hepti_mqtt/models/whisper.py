@@ -16,8 +16,9 @@ import numpy as np
 from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import TaskHead
-from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import speech_rules

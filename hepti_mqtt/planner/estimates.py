@@ -43,13 +43,29 @@ BROKER: Final = ""  #: target of a pair: frames go to the broker and return
 _PROBED: Final = {"idle": Noise(0.12)}
 _CARRIED: Final = {**_PROBED, "exchange": Noise(0.2)}
 _LINE: Final = Prior(log(30e6), 2.0, 0.002, _CARRIED)
-PRIORS: Final[Mapping[What, Prior]] = {
-    "slowdown": Prior(0.0, 0.2, 0.0025, {"run": Noise(0.10), "meter": Noise(0.25, 0.5)}, judge="run"),
-    "rate up": _LINE,
-    "rate down": _LINE,
-    "pair rate": Prior(0.0, 2.0, 0.002, _CARRIED),  # relative to the lines of both ends
-    "round trip": Prior(log(1e-3), 2.0, 0.002, _PROBED),
-    "frame": Prior(log(2e-4), 2.0, 0.002, {"fit": Noise(0.25, 0.5)}),
+_RELATIVE: Final = Prior(0.0, 2.0, 0.002, _CARRIED)  # to the lines of both ends
+_SLOWDOWN: Final = Prior(0.0, 0.2, 0.0025, {"run": Noise(0.10), "meter": Noise(0.25, 0.5)}, judge="run")
+
+
+class QuantitySpec(NamedTuple):
+    """What is assumed of one kind of quantity; values are logarithms."""
+
+    prior: Prior
+    #: A plan may lose its lead after a mean has moved by this, and by two standard deviations.
+    moved: float = inf
+    assumed: float | None = None  #: value that plans expect if it is unmeasured, None: its mean
+    factor: float = 1.0  #: on its value for people
+    unit: str = ""
+
+
+QUANTITIES: Final[Mapping[What, QuantitySpec]] = {
+    "slowdown": QuantitySpec(_SLOWDOWN, log(1.3), 0.0),
+    "rate up": QuantitySpec(_LINE, log(1.3), log(LOCAL_BYTES_PER_S), 1e-6, " MB/s"),
+    "rate down": QuantitySpec(_LINE, log(1.3), log(LOCAL_BYTES_PER_S), 1e-6, " MB/s"),
+    "pair rate": QuantitySpec(_RELATIVE, log(1.3), unit=" of its lines"),
+    # During runs it measures a busy device, so plans do not lose their lead by it.
+    "round trip": QuantitySpec(Prior(log(1e-3), 2.0, 0.002, _PROBED), factor=1e3, unit=" ms"),
+    "frame": QuantitySpec(Prior(log(2e-4), 2.0, 0.002, {"fit": Noise(0.25, 0.5)}), log(1.6), factor=1e3, unit=" ms"),
 }
 
 TYPICAL_FRAME_BYTES: Final = 1 << 16  #: size of the frame that "frame" is the cost of
@@ -65,14 +81,6 @@ OF_PAIR: Final = 0.25  #: weight of a rate for its pair: a change of one end's l
 AS_MEASURED: Final = 1.0  #: slowdown that a meter reports before its first measurement
 REBASED: Final = 4  #: exchanges of a plan that measure how it shares links
 LIE: Final = log(1.5)  #: an offset of a meter or a probe beyond this is reported
-#: A plan may lose its lead after a mean has moved by this logarithm, and by two standard deviations.
-MOVED: Final[Mapping[What, float]] = {
-    "slowdown": log(1.3),
-    "rate up": log(1.3),
-    "rate down": log(1.3),
-    "pair rate": log(1.3),
-    "frame": log(1.6),
-}
 DRAWS: Final = 48
 # Equally probable quantiles of the normal distribution; the draws of each quantity are a permutation of them.
 _QUANTILES: Final = np.array([NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)])
@@ -305,7 +313,7 @@ class SiteEstimates:
     def _quantity(self, what: What, key: Key, now: float) -> Quantity:
         """Return a quantity; a new one starts at its prior."""
         if (what, key) not in self._quantities:
-            self._quantities[what, key] = Quantity(PRIORS[what], now, self._ages)
+            self._quantities[what, key] = Quantity(QUANTITIES[what].prior, now, self._ages)
             self._read = None
         return self._quantities[what, key]
 
@@ -335,7 +343,8 @@ class SiteEstimates:
         if target == BROKER:
             return self._exp_mean("round trip", (source, BROKER), inf)
         by_broker_s = 2 * (self.link(source).latency_s + self.link(target).latency_s)
-        return self._exp_mean("round trip", _ends(source, target), min(by_broker_s, exp(PRIORS["round trip"].mean)))
+        prior_s = exp(QUANTITIES["round trip"].prior.mean)
+        return self._exp_mean("round trip", _ends(source, target), min(by_broker_s, prior_s))
 
     def peer_links(self, source: str) -> dict[str, PeerLink]:
         """Return the mean links of a device over mesh, without links that only the other end has probed."""
@@ -476,13 +485,12 @@ class SiteEstimates:
         unmeasured at that time is compared with the default of a link or a slowdown.
         """
         for what, key in self._quantities:
-            if what not in MOVED:  # round trips during runs measure a busy device
-                continue
+            spec = QUANTITIES[what]
             mean, variance = self._posterior(what, key, now)
-            before = expected.get((what, key), _DEFAULTS.get(what, mean))
+            before = expected.get((what, key), mean if spec.assumed is None else spec.assumed)
             off = mean - before
             better = off > 0 if what in ("rate up", "rate down", "pair rate") else off < 0
-            if abs(off) > max(MOVED[what], 2 * sqrt(variance)) and (better or {*used, BROKER}.issuperset(key)):
+            if abs(off) > max(spec.moved, 2 * sqrt(variance)) and (better or {*used, BROKER}.issuperset(key)):
                 return f"{_label(what, key)} is {exp(off):.2f} times the value that the plan expects"
         return None
 
@@ -513,7 +521,7 @@ class SiteEstimates:
             quantity, (mean, variance) = self._quantities[what, key], self._posterior(what, key, now)
             label = what if len(key) == 1 else f"{what} to {key[1] or 'the broker'}"
             counts = ", ".join(f"{s.count} of {stream}" for stream, s in quantity.streams.items() if s.count)
-            factor, unit = _UNITS[what]
+            _, _, _, factor, unit = QUANTITIES[what]
             yield f"{label} {factor * exp(mean):.3g}{unit} ± {sqrt(variance):.0%} ({counts})"
             if (open_changes := quantity.changes_since(now)) and (remaining := quantity.remaining(now)):
                 last = open_changes[-1]
@@ -521,22 +529,6 @@ class SiteEstimates:
                     f"{label} was {factor * exp(last.mean):.3g}{unit} until {now - last.began_s:.0f} s ago; the change "
                     f"lasts about {remaining.median_s:.0f} s more"
                 )
-
-
-_UNITS: Final[Mapping[What, tuple[float, str]]] = {
-    "slowdown": (1.0, ""),
-    "rate up": (1e-6, " MB/s"),
-    "rate down": (1e-6, " MB/s"),
-    "pair rate": (1.0, " of its lines"),
-    "round trip": (1e3, " ms"),
-    "frame": (1e3, " ms"),
-}
-# Values that plans expect of unmeasured quantities.
-_DEFAULTS: Final[Mapping[What, float]] = {
-    "slowdown": 0.0,
-    "rate up": log(LOCAL_BYTES_PER_S),
-    "rate down": log(LOCAL_BYTES_PER_S),
-}
 
 
 def _lines(key: Key) -> tuple[Name, ...]:

@@ -12,7 +12,7 @@ from typing import Final
 from hepti_mqtt.core.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.moves import bytes_to_load
-from hepti_mqtt.lowering import Graph
+from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.planner.candidates import (
     EXACT,

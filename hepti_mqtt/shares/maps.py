@@ -17,9 +17,11 @@ import numpy as np
 
 from hepti_mqtt.core.plan import Range, apportion
 from hepti_mqtt.core.profiles import Power
-from hepti_mqtt.lowering import Graph, IndexSet, Piece, Rule, Table, region_with, roles, span
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import Piece, Rule, Table, region_with
 from hepti_mqtt.lowering.ops import GlobalAverage, Op
-from hepti_mqtt.lowering.regions import Region, index_count, union
+from hepti_mqtt.lowering.regions import IndexSet, Region, index_count, span, union
 from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, assign_greedily, partition_in_order
 
 PLACED: Final = (roles.MAP, roles.DENSE)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.core.plan import Range, apportion
 from hepti_mqtt.core.profiles import Power
-from hepti_mqtt.lowering import Graph, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Linear, Op
 
 Options = Mapping[str, str]  # of a method's variant

@@ -18,9 +18,11 @@ import numpy as np
 
 from hepti_mqtt.core.plan import Range
 from hepti_mqtt.core.program import DTYPE_BYTES
-from hepti_mqtt.lowering import Graph, IndexSet, roles, span
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.attention import Attention
+from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Linear, Op
+from hepti_mqtt.lowering.regions import IndexSet, span
 from hepti_mqtt.shares.maps import crossing_bytes, execution_units
 from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, partition_in_order
 

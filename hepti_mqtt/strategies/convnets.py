@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Final
 
 from hepti_mqtt.core.plan import Range, apportion
-from hepti_mqtt.lowering import Graph, Piece, Rule, Table, on_device, region_with, roles, span
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import Piece, Rule, Table, on_device, region_with
 from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.regions import span
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import (
     TILES,

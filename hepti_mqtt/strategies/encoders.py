@@ -6,25 +6,28 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from hepti_mqtt.core.plan import WeightDtype
-from hepti_mqtt.lowering import (
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.layouts import (
     ROWWISE_ROLES,
-    IndexSet,
     Piece,
     Rule,
     Table,
     between_blocks,
-    choose_product_order,
     explicit,
     merge_parts,
     qkv_columns,
+    reduce_scatter,
     region_with,
+    ring_all_gather,
+    ring_all_reduce,
     ring_order,
-    roles,
+    ring_reduce_scatter,
     split_along,
     split_into_groups,
 )
-from hepti_mqtt.lowering.layouts import reduce_scatter, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.regions import IndexSet
+from hepti_mqtt.lowering.rewrites import choose_product_order
 from hepti_mqtt.shares import Options, Speeds
 from hepti_mqtt.shares.share import PLACEMENTS, assign_sub_blocks, balanced_groups
 from hepti_mqtt.shares.stages import offload_rows

@@ -8,10 +8,12 @@ from typing import Final, NamedTuple, get_args
 
 from hepti_mqtt.core.plan import Plan, Range, WeightDtype, apportion
 from hepti_mqtt.core.program import DTYPE_BYTES
-from hepti_mqtt.lowering import Graph, IndexSet, Rewrite, Table, roles, span
-from hepti_mqtt.lowering.layouts import Piece, Rule, split_along
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import Piece, Rule, Table, split_along
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.lowering.regions import index_count
+from hepti_mqtt.lowering.regions import IndexSet, index_count, span
+from hepti_mqtt.lowering.rewrites import Rewrite
 from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares, Speeds
 
 # Kinds of shares.

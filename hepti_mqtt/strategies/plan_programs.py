@@ -11,21 +11,11 @@ from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
 from hepti_mqtt.core.spec import RequestShape, Spec
-from hepti_mqtt.lowering import (
-    PLANNER_INDEX,
-    Graph,
-    IndexSet,
-    Lowered,
-    Piece,
-    Rule,
-    Table,
-    on_device,
-    roles,
-    span,
-    split_along,
-)
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
-from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE
+from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Rule, Table, on_device, split_along
+from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE, Lowered
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
     merge_copies,
@@ -35,6 +25,7 @@ from hepti_mqtt.lowering.passes import (
     set_routes,
     widen_in_assemble,
 )
+from hepti_mqtt.lowering.regions import IndexSet, span
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES, Division, Method

@@ -10,7 +10,9 @@ from math import inf
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import Compute, Program, Recv, Send, Slot, SlotSpec, WeightRef
-from hepti_mqtt.lowering import Graph, Lowered, Table
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.layouts import Table
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.strategies import Division
 
 

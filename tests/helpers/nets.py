@@ -11,7 +11,8 @@ from together import run_programs
 from hepti_mqtt import models
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.lowering import Graph, Lowered
+from hepti_mqtt.lowering.graph import Graph
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES, Division
 from hepti_mqtt.strategies.plan_programs import base_table

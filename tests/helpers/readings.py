@@ -14,7 +14,8 @@ import numpy as np
 
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import PlainShape, RequestShape, TaskHead, Want
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, table
 from hepti_mqtt.models.transformer import Layer, post_norm

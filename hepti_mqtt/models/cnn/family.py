@@ -12,7 +12,7 @@ from typing import Any, Final
 from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import RequestShape, TaskHead
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import pictures
 from hepti_mqtt.models.cnn import hugging_face, lower, plain, timm, torchvision
 from hepti_mqtt.models.cnn.builder import NodeBuilder

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any, Final
 
 from hepti_mqtt.core.spec import RequestShape
-from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Conv, Linear, Node
 from hepti_mqtt.models.tensors import TensorSource, vector

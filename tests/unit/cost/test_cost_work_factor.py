@@ -9,7 +9,11 @@ from sites import EVERY_FAMILY, METHODS, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.explain import computed_and_distinct, plan_work_factor, work_factor
-from hepti_mqtt.lowering import Graph, GraphBuilder, IndexSet, Lowered, Table, roles, span, split_along
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import Graph, GraphBuilder
+from hepti_mqtt.lowering.layouts import Table, split_along
+from hepti_mqtt.lowering.lower import Lowered
+from hepti_mqtt.lowering.regions import IndexSet, span
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.strategies import STRATEGIES

@@ -12,10 +12,11 @@ from sites import EVERY_FAMILY, FAMILIES, plan, request
 from hepti_mqtt.core.plan import apportion
 from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels import KERNELS
-from hepti_mqtt.lowering import GraphBuilder, choose_product_order, roles, span
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.attention import ReorderedAttention
-from hepti_mqtt.lowering.regions import index_count
-from hepti_mqtt.lowering.rewrites import REORDERED_COST, multiplications, reorder_attention
+from hepti_mqtt.lowering.graph import GraphBuilder
+from hepti_mqtt.lowering.regions import index_count, span
+from hepti_mqtt.lowering.rewrites import REORDERED_COST, choose_product_order, multiplications, reorder_attention
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan, resident_weights

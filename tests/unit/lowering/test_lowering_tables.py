@@ -17,18 +17,12 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan, apportion
-from hepti_mqtt.lowering import (
-    PLANNER_INDEX,
-    GraphBuilder,
-    Lowered,
-    Rule,
-    Table,
-    on_device,
-    roles,
-    span,
-    split_along,
-)
+from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.graph import GraphBuilder
+from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Rule, Table, on_device, split_along
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, OpaqueOp
+from hepti_mqtt.lowering.regions import span
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.strategies import STRATEGIES

@@ -16,7 +16,7 @@ from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner.estimates import (
     FIRST_SD,
     METHOD_SD,
-    PRIORS,
+    QUANTITIES,
     SINGLE_SD,
     MethodEstimates,
     SiteEstimates,
@@ -122,12 +122,12 @@ def test_a_stall_that_ends_brings_back_what_was_known() -> None:
 
 def test_a_meter_goes_half_of_the_way_unless_nobody_contradicts_it() -> None:
     for alone in (False, True):
-        quantity = Quantity(PRIORS["slowdown"], 0.0)
+        quantity = Quantity(QUANTITIES["slowdown"].prior, 0.0)
         for i in range(50):
             quantity.observe(0.01 * (i % 2), "run", 1.0, float(i))
         verdicts = [quantity.observe(log(4), "meter", 1.0, 50.0 + i, alone=alone) for i in range(5)]
         assert ("changed" in verdicts) is alone
-    quantity = Quantity(PRIORS["slowdown"], 0.0)
+    quantity = Quantity(QUANTITIES["slowdown"].prior, 0.0)
     for i in range(50):
         quantity.observe(0.01 * (i % 2), "run", 1.0, float(i))
     assert quantity.observe(log(4), "run", 1.0, 51.0) is None, "one stall is no change"
