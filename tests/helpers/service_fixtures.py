@@ -1,11 +1,10 @@
-"""A tiny model of each task, and the best broker that can be had."""
+"""A tiny model of each task."""
 
 from __future__ import annotations
 
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.embedded_broker import start_broker
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +13,12 @@ def kept_hashes(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory, kept_hashes):
+    with Checkpoint.open(make_model("tiny-bert", tmp_path_factory.mktemp("models") / "bert", seed=1), "bert") as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +32,3 @@ def checkpoints(tmp_path_factory, kept_hashes):
     yield opened
     for checkpoint in opened.values():
         checkpoint.close()
-
-
-@pytest.fixture(scope="session")
-def mosquitto(kept_hashes):
-    with start_broker() as running:
-        yield running
