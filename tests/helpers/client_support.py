@@ -14,15 +14,14 @@ from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 
 A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
+NO_PLAN = {"ok": False, "error": {"code": "no_plan", "message": "no device is online", "detail": ""}}
 
 
 def a_record(**data):
     """Return a record without plans, and with `data`."""
-    empty = {"boot": 1, "active": None, "preparing": None, "pinned": [], "spec": {}, "directory": "/m", "in_flight": 2}
-    record = {"unused": {}, "clocks": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
-    record |= {"considered": [], "evidence": {}}
-    empty["pinned_preparing"] = []
-    return {**empty, **record, **data}
+    empty = {"boot": 1, "active": None, "preparing": None, "spec": {}, "directory": "/m", "in_flight": 2, "error": None}
+    lists = {name: [] for name in ("pinned", "pinned_preparing", "candidates", "story", "considered")}
+    return {**empty, **lists, "reason": "", "unused": {}, "clocks": {}, "progress": {}, "evidence": {}, **data}
 
 
 def an_answer(request, **data):
@@ -56,14 +55,15 @@ class Planner(Voice):
     def record(self, model="m", boot=1, active=None, error=None, **more):
         self.say(self.topics.plan(model), msgpack.packb(a_record(boot=boot, active=active, error=error, **more)))
 
-    def answer(self, request, **data):
+    def respond(self, request, fields):
         parsed, body = request
         topic = self.topics.response(parsed.model, parsed.client, body["id"])
-        fields = an_answer(body["id"], model=parsed.model, result=body.get("text"))
-        fields |= {**data, "plan": fields["plan"] | data.get("plan", {})}
         self.say(topic, json.dumps(fields).encode(), retain=False)
 
-    def part(self, request, **data):
+    def answer(self, request, **data):
         parsed, body = request
-        topic = self.topics.response(parsed.model, parsed.client, body["id"])
-        self.say(topic, json.dumps({"id": body["id"], "ok": True, "final": False, **data}).encode(), retain=False)
+        fields = an_answer(body["id"], model=parsed.model, result=body.get("text"))
+        self.respond(request, fields | {**data, "plan": fields["plan"] | data.get("plan", {})})
+
+    def part(self, request, **data):
+        self.respond(request, {"id": request[1]["id"], "ok": True, "final": False, **data})

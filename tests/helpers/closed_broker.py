@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from broker_kinds import mosquitto_or_skip
-from site_processes import Site, Voice
+from site_processes import Site
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
-from hepti_mqtt.transport.url import BrokerUrl
 
 
 @contextmanager
@@ -47,13 +46,6 @@ class ClosedSite(Site):
         super().__init__(directory, broker, models)
         self.folder = folder
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
         self.url = str(self.folder.login(name))
-        return super().start(name, *arguments)
-
-
-class Someone(Voice):
-    """A connection with a login of the site."""
-
-    def __init__(self, url: BrokerUrl, client_id: str = "", raw: bool = False, **options: Any) -> None:
-        super().__init__(url, client_id=client_id, raw=raw, **options)
+        return super().start(name, *arguments, **how)

@@ -1,36 +1,54 @@
-"""Ends of a mesh: nodes that record messages and events, and an endpoint whose bytes the test writes itself."""
+"""Ends of a mesh: nodes, an endpoint with clients, and an endpoint whose bytes the test writes itself."""
 
 from __future__ import annotations
 
+import os
 import select
+import socket
 import time
 
+import psutil
+from mqtt_bytes import connect
+from mqtt_bytes import subscribe as subscribe_packet
+
+from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.mesh import Mesh
-from hepti_mqtt.transport.peer import Address, Joined
+from hepti_mqtt.transport.peer import Address, Joined, PeerStats
 from hepti_mqtt.transport.sockets import listen
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
+KEY, OTHER = ("bert", 1), ("bert", 2)
+TOKEN = "secret"
+IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"
+TOPIC, LIMIT = "x/m/a", 1 << 20
 
 
 class Node:
-    """A mesh with its messages, as (peer, topic, bytes), and its events."""
+    """A mesh with all that it has told: messages as (peer, topic, bytes), and events; hear: takes messages instead."""
 
-    def __init__(self, user, port=0, host=HOST, **options):
-        self.user, self.host, self.fingerprint = user, host, ""
-        self.messages = []
-        self.events = []
-        self.mesh = Mesh(host, port, user=user, on_message=self.hear, on_event=self.events.append, **options)
+    def __init__(self, user, port=0, host=HOST, hear=None, **options):
+        self.user, self.host, self.fingerprint, self.told = user, host, "", []
+        self.mesh = Mesh(host, port, user=user, on_message=hear or self.hear, on_event=self.told.append, **options)
+        self.close = self.mesh.close
 
     @property
     def place(self):
         return Address(self.host, self.mesh.port, self.fingerprint)
 
+    @property
+    def messages(self):
+        return self.events_of(tuple)
+
+    @property
+    def events(self):
+        return [event for event in self.told if not isinstance(event, tuple)]
+
     def hear(self, peer, topic, payload):
-        self.messages.append((peer, topic, bytes(payload)))
+        self.told.append((peer, topic, bytes(payload)))
 
     def events_of(self, kind):
-        return [event for event in self.events if isinstance(event, kind)]
+        return [event for event in self.told if isinstance(event, kind)]
 
 
 def topic(source, target="all", layer=0):
@@ -41,7 +59,7 @@ def filters(source, target):
     return [f"hepti/v1/home/x/bert/+/{source}/{name}" for name in (target, "all")]
 
 
-def subscribe(reader, sender, key=("bert", 1), token="secret"):
+def subscribe(reader, sender, key=KEY, token=TOKEN):
     """Grant and join at once, as `prepare` does on both."""
     sender.mesh.admit(reader.user, key, token, filters(sender.user, reader.user))
     reader.mesh.join(sender.user, key, sender.place, token, filters(sender.user, reader.user))
@@ -58,11 +76,6 @@ def pump(nodes, until):
 
 def joined(reader, count=1):
     return lambda: len(reader.events_of(Joined)) >= count
-
-
-KEY, OTHER = ("bert", 1), ("bert", 2)
-IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"
-TOKEN = "secret"
 
 
 class Clock:
@@ -120,3 +133,97 @@ def up(node, played):
     played.say(node, IN + GRANTED)
     assert node.events == [Joined("a", KEY)]
     return said
+
+
+class Guests:
+    """An endpoint with clients, driven on the test's own thread; only the test moves its clock."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.drops = []
+        self.by_user = {}
+        self.endpoint = Endpoint(
+            HOST, 0, clock=lambda: self.now, stats_of=self.stats, on_drop=lambda user, n: self.drops.append((user, n))
+        )
+        self.clients = []
+        for user in ("b", "c"):
+            self.endpoint.admit(user, 1, "secret", ["x/#"], LIMIT)
+
+    def stats(self, user):
+        return self.by_user.setdefault(user, PeerStats())
+
+    def dial(self, data=b"", receive_bytes=None):
+        sock = socket.socket()
+        self.clients.append(sock)
+        if receive_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.settimeout(PATIENCE_S)
+        sock.connect((HOST, self.endpoint.port))
+        sock.sendall(data)
+        return sock
+
+    def let_in(self, user="b", client="", receive_bytes=None):
+        """Return a client that has come in and subscribed to everything."""
+        packets = connect(user, client=client) + subscribe_packet("x/#")
+        sock = self.dial(packets, receive_bytes)
+        self.answer(sock, 9)
+        return sock
+
+    def answer(self, sock, nbytes):
+        """Serve until the client has so many bytes, and return them."""
+        return self.until(lambda: len(peek(sock, nbytes)) == nbytes) or sock.recv(nbytes)
+
+    def until(self, holds):
+        for _ in range(10_000):
+            if holds():
+                return
+            self.endpoint.turn(0.001)
+        raise AssertionError("it never happened")
+
+    def move(self, seconds):
+        self.now += seconds
+        self.endpoint.tick(self.now)
+
+    def close(self):
+        for sock in self.clients:
+            sock.close()
+        self.endpoint.close()
+
+
+def peek(sock, nbytes):
+    sock.setblocking(False)
+    try:
+        return sock.recv(nbytes, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b""
+    finally:
+        sock.settimeout(PATIENCE_S)
+
+
+def is_closed(sock):
+    """Return whether the endpoint has hung up; what it sent before is read."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(1 << 20):
+            continue
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def stuff(site, nbytes=100_000, user="b"):
+    """Publish until something waits for the user in our own queue; return how many messages went."""
+    count = 0
+    while not site.endpoint.queued_bytes().get(user):
+        assert site.endpoint.publish(TOPIC, bytes(nbytes)) >= 1
+        count += 1
+    return count
+
+
+def far_end(sock):
+    """Return a socket for the other end of a connection, which this process has too."""
+    ends = psutil.Process().net_connections("tcp4")
+    (fd,) = [c.fd for c in ends if (c.laddr, c.raddr) == (sock.getpeername(), sock.getsockname())]
+    return socket.socket(fileno=os.dup(fd))

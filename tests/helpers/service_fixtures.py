@@ -1,11 +1,10 @@
-"""A tiny model, and the best broker that can be had."""
+"""A tiny model."""
 
 from __future__ import annotations
 
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.embedded_broker import start_broker
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +19,3 @@ def kept_hashes(tmp_path_factory):
 def bert(tmp_path_factory, kept_hashes):
     with Checkpoint.open(make_model("tiny-bert", tmp_path_factory.mktemp("models") / "bert", seed=1), "bert") as opened:
         yield opened
-
-
-@pytest.fixture(scope="session")
-def mosquitto(kept_hashes):
-    with start_broker() as running:
-        yield running

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,21 +20,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import unquote
 
 import forked
+import numpy as np
+import pytest
 from broker_kinds import broker_of
+from programs import ROOT
 
 from device_agent.measure import measurement_file
+from hepti_mqtt import models as families
+from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport.base import Connected, State, Subscribed
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 SITE = "test"
 
@@ -79,6 +84,15 @@ def wait_for_plans(hepti: Hepti, models: Iterable[str], devices: Collection[str]
         hepti.wait_ready(model, PATIENCE_S, knows_all)
 
 
+def wait_online(hepti: Hepti, devices: Collection[str], timeout: float = PATIENCE_S) -> None:
+    """Wait until exactly these devices are online."""
+
+    def online() -> set[str]:
+        return {d["device"] for d in hepti.devices(wait_s=0.2) if d["status"] == "online"}
+
+    poll(lambda: online() == set(devices), "all devices online", timeout)
+
+
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -93,16 +107,10 @@ def start_hepti(arguments: Sequence[str], **how: Any) -> subprocess.Popen[bytes]
 
 
 class Site:
-    """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL.
+    """Processes by name; their output goes to files of that name. name: of the site, where several share a broker."""
 
-    name: of the site, where several share a broker.
-    """
-
-    def __init__(
-        self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], login: str = "", name: str = SITE
-    ) -> None:
-        self.directory, self.broker, self.models, self.name = directory, broker, models, name
-        self.url = broker.url.replace("://", f"://{login}@") if login else broker.url
+    def __init__(self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], name: str = SITE) -> None:
+        self.directory, self.broker, self.models, self.name, self.url = directory, broker, models, name, broker.url
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -121,21 +129,44 @@ class Site:
         models = [a for n, d in self.models.items() for a in ("--model", f"{n}={d}")]
         return self.start(name, "planner", *models, *arguments)
 
-    def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
+    def agent(self, name: str, memory: str = "600MiB", *arguments: str, program: Sequence[str] = ()) -> None:
         trust_measurement()
-        cache = self.directory / f"device-{name}"
-        return self.start(
-            name, "agent", "--id", name, "--threads", "1", "--memory", memory, "--cache", str(cache), *arguments
-        )
+        place = ("--memory", memory, "--cache", str(self.directory / f"device-{name}"))
+        self.start(name, "agent", "--id", name, "--threads", "1", *place, *arguments, program=program)
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `hepti ARGUMENTS`."""
+    def start(self, name: str, *arguments: str, program: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Start `hepti ARGUMENTS`; program: a command that is run in its place."""
+        how = {"stdin": subprocess.DEVNULL, "env": self.environment, "cwd": self.directory}
         with (self.directory / f"{name}.log").open("ab") as log:
-            process = start_hepti(
-                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self.directory
-            )
+            if program:
+                process = subprocess.Popen([*program, *arguments], stdout=log, stderr=log, **how)
+            else:
+                process = start_hepti(arguments, stdout=log, stderr=log, **how)
         self.running[name] = process
         return process
+
+    def serve(self, command: str, *arguments: str, name: str = "") -> int:
+        """Start a service with a port of its own; return the port when it listens."""
+        port = free_port()
+        self.start(name or command, command, "--port", str(port), *arguments)
+        poll(lambda: "listening" in self.log(name or command), f"the start of {command}")
+        return port
+
+    def reference(self, model: str, part: str = "", **request: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the hidden states and the output of a request by the reference; part: of a model of several."""
+        with Checkpoint.open(self.models[model], model, part or None) as checkpoint:
+            read = read_input(checkpoint, request)
+            return families.reference(checkpoint.spec, checkpoint.tensors(), read.inputs, read.shape)
+
+    def continued(self, model: str, prompt: Sequence[int], most: int) -> list[int]:
+        """Return the likeliest tokens after a prompt, up to the model's end, by whole passes of the reference."""
+        ids = list(prompt)
+        with Checkpoint.open(self.models[model], model) as checkpoint:
+            spec, tensors, end = checkpoint.spec, checkpoint.tensors(), checkpoint.config.get("eos_token_id")
+            while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] != end):
+                shape, inputs = families.single_sequence(spec, np.array(ids, np.int32))
+                ids.append(int(families.reference(spec, tensors, inputs, shape)[1][-1].argmax()))
+        return ids[len(prompt) :]
 
     def kill(self, name: str) -> None:
         """Pull the plug: no farewell."""
@@ -143,11 +174,13 @@ class Site:
         process.send_signal(signal.SIGKILL)
         process.wait(PATIENCE_S)
 
-    def stop(self, name: str) -> int:
+    def stop(self, name: str, within_s: float = PATIENCE_S) -> int:
         """End a process politely; return its exit code."""
-        process = self.running.pop(name)
+        process = self.running[name]
         process.terminate()
-        return process.wait(PATIENCE_S)
+        code = process.wait(within_s)
+        del self.running[name]
+        return code
 
     def tiles(self, name: str) -> dict[str, Path]:
         """Return the files of a device's tile cache, by SHA-256."""
@@ -174,25 +207,46 @@ def running_site(
     agents: Mapping[str, str],
     *,
     kind: str | None = None,
-    login: str = "",
-    max_packet_bytes: int | None = None,
     planner: tuple[str, ...] = (),
+    **how: Any,
 ) -> Iterator[Site]:
     """Yield a site with a planner and agents (memory by name).
 
-    kind: of the broker, skipped where it cannot be had. planner: further arguments of it.
+    kind: of the broker, skipped where it cannot be had. planner: further arguments of it. how: options of the broker.
     """
-    user, _, password = login.partition(":")
-    with (
-        broker_of(
-            kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
-        ) as broker,
-        Site(directory, broker, models, login) as site,
-    ):
+    with broker_of(kind, **how) as broker, Site(directory, broker, models) as site:
         site.planner(*planner)
         for name, memory in agents.items():
             site.agent(name, memory)
         yield site
+
+
+def site_of(kinds: Mapping[str, str | tuple[str, int]], agents: Mapping[str, str], seed: int = 3, **how: Any) -> Any:
+    """Return a fixture: a running site of seeded models (by name their kind, or kind and layers); how: its options."""
+
+    @pytest.fixture(scope="module")
+    def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+        directory, models = tmp_path_factory.mktemp("site"), {}
+        for name, kind in kinds.items():
+            kind, layers = (kind, None) if isinstance(kind, str) else kind
+            models[name] = make_model(kind, directory / f"model-{name}", seed, layers)
+        yield from running_site(directory, models, agents, **how)
+        for path in models.values():
+            shutil.rmtree(path, ignore_errors=True)
+
+    return site
+
+
+def client_of(*models: str) -> Any:
+    """Return a fixture: a client of the fixture `site`, which has searched plans of models (all) on all its agents."""
+
+    @pytest.fixture(scope="module")
+    def hepti(site: Site) -> Iterator[Hepti]:
+        with Hepti.connect(site.url, site=site.name, client_id="tester") as client:
+            wait_for_plans(client, models or site.models, site.running.keys() - {"planner"})
+            yield client
+
+    return hepti
 
 
 class Voice:
@@ -247,10 +301,10 @@ class Voice:
             pass
         return state
 
-    def read(self, *filters: str) -> None:
+    def read(self, *filters: str, qos: int = 1) -> Subscribed:
         """Subscribe, and return when that is acknowledged."""
-        self.transport.subscribe([(name, 1) for name in filters])
-        self.state_of(Subscribed)
+        self.transport.subscribe([(name, qos) for name in filters])
+        return self.state_of(Subscribed)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.transport.close(timeout_s=timeout_s)
@@ -273,9 +327,15 @@ class User(Voice):
     def hear(self, topic: str, payload: bytes) -> None:
         self.answers.put((topic, json.loads(payload)))
 
-    def send(self, model: str, payload: bytes | Mapping[str, Any]) -> None:
+    def send(self, model: str, payload: bytes | Mapping[str, Any], **how: Any) -> None:
         raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self.transport.publish(self.topics.request(model, self.name), raw, 1)
+        self.transport.publish(self.topics.request(model, self.name), raw, 1, **how)
+
+    def is_read(self, model: str, payload: Mapping[str, Any]) -> bool:
+        """Send a request; return whether the broker has a reader for it."""
+        taken = queue.SimpleQueue[bool]()
+        self.send(model, payload, taken=taken.put)
+        return taken.get(timeout=PATIENCE_S)
 
     def ask(self, model: str, payload: bytes | Mapping[str, Any]) -> tuple[str, Any]:
         """Send a request; return topic and JSON of the next answer."""

@@ -6,32 +6,28 @@ import datetime
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
 from broker_kinds import needs_mosquitto
-from closed_broker import Someone
-from site_processes import PATIENCE_S, ROOT, Voice, free_port
+from programs import ROOT
+from site_processes import PATIENCE_S, Voice, free_port
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.url import BrokerUrl
 
 
 class Running:
     """`hepti broker ARGUMENTS`, which has said that it answers."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory, *arguments):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hepti_mqtt.cli", "broker", *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
@@ -43,28 +39,28 @@ class Running:
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
 
-    def broker(self) -> psutil.Process:
+    def broker(self):
         """Return the broker's own process, below that of its keeper."""
         (keeper,) = psutil.Process(self.process.pid).children()
         (broker,) = keeper.children()
         return broker
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """Wait for its end; return exit code and stderr."""
         _, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, err
 
-    def close(self) -> None:
+    def close(self):
         self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+def start(tmp_path):
     """A function that starts `hepti broker ARGUMENTS`, with its temporary files in `tmp_path`."""
     with ExitStack() as stack:
 
-        def start(*arguments: str) -> Running:
+        def start(*arguments):
             running = Running(tmp_path, *arguments)
             stack.callback(running.close)
             return running
@@ -73,23 +69,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_broker_that_is_told_to_end_leaves_nothing(
-    start: Callable[..., Running], tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_broker_that_is_told_to_end_leaves_nothing(start, tmp_path, number):
     running = start()
     running.process.send_signal(number)  # SIGHUP: its terminal is closed
     assert running.end()[0] == 0
     assert not list(tmp_path.iterdir())
 
 
-def test_an_open_broker_says_so_once(start: Callable[..., Running]) -> None:
+def test_an_open_broker_says_so_once(start):
     running = start("--bind", "0.0.0.0", "--port", str(free_port()))
     running.process.terminate()
     code, err = running.end()
     assert (code, err.count("OPEN BROKER")) == (0, 1)
 
 
-def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_broker_that_dies_ends_the_command(start, tmp_path):
     running = start()
     running.broker().kill()
     code, err = running.end()
@@ -99,31 +93,24 @@ def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_
 
 
 @needs_mosquitto
-def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
-    start: Callable[..., Running], tmp_path: Path
-) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
+def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(start, tmp_path):
     now = datetime.datetime.now(datetime.UTC)
-    site = SiteFolder.create(tmp_path / "site", "home", ("127.0.0.1",), port, now).add("client", "alice")
-    url = BrokerUrl.parse(str(site.login("alice")))
+    site = SiteFolder.create(tmp_path / "site", "home", ("127.0.0.1",), free_port(), now).add("client", "alice")
+    url = str(site.login("alice"))
     first = start("--closed", str(site.path), "--bind", "127.0.0.1")
-    alice = Someone(url, "alice", clean=False)
-    alice.read("hepti/v1/home/infer/+/res/alice/#")
-    alice.close()
-    planner = Someone(BrokerUrl.parse(str(site.login("planner"))))
-    planner.transport.publish("hepti/v1/home/infer/m/res/alice/1", b"the answer", 1)
-    planner.transport.close(timeout_s=PATIENCE_S)
+    with Voice(url, "hepti/v1/home/infer/+/res/alice/#", client_id="alice", clean=False):
+        pass
+    planner = Voice(str(site.login("planner")))
+    planner.say("hepti/v1/home/infer/m/res/alice/1", b"the answer")
+    planner.close(PATIENCE_S)
     first.process.terminate()
     code, err = first.end()
     assert code == 0
     assert "lost" not in err
     assert stat.S_IMODE((site.path / "state").stat().st_mode) == 0o700
     start("--closed", str(site.path), "--bind", "127.0.0.1")
-    alice = Someone(url, "alice", clean=False)
-    assert alice.heard.get(timeout=PATIENCE_S) == ("hepti/v1/home/infer/m/res/alice/1", b"the answer")
-    alice.close()
+    with Voice(url, client_id="alice", clean=False) as alice:
+        assert alice.next() == ("hepti/v1/home/infer/m/res/alice/1", b"the answer")
 
 
 TOPICS = Topics("home")
@@ -156,7 +143,7 @@ def test_the_exit_code_says_who_is_online(capsys):
     assert "agent" in err
 
 
-def doctor(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+def doctor(capsys, *arguments):
     code = main(["doctor", "--json", *arguments])
     findings = json.loads(capsys.readouterr().out)
     assert findings["ok"] is (code == 0)
@@ -189,7 +176,7 @@ def test_no_broker(capsys, monkeypatch):
 def test_doctor_prints_each_finding_when_its_check_ends_and_compiles_only_if_it_may(monkeypatch, capsys):
     printed = []
 
-    def compiled() -> tuple[int, int]:
+    def compiled():
         printed.append(capsys.readouterr().out)
         return 1, 2
 

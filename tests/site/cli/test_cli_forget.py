@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from closed_broker import Someone
+from site_processes import Voice
 
 from hepti_mqtt.cli import forget
 from hepti_mqtt.cli.main import main
@@ -15,9 +12,7 @@ from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
 from hepti_mqtt.service.retained import retained_topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.codec import matches
-from hepti_mqtt.transport.url import BrokerUrl
 
 HOME, OTHER = Topics("home"), Topics("home_2")
 OWN, THEIRS = Payloads(HOME, "homeassistant"), Payloads(OTHER, "homeassistant")
@@ -28,28 +23,23 @@ FOREIGN = {OTHER.plan("m"), THEIRS.config_topic("model", "m"), "homeassistant/de
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with start_broker() as broker:
         yield broker.url
 
 
-def retain(url: str, topics: set[str], payload: bytes = b"x") -> None:
-    someone = Someone(BrokerUrl.parse(url))
-    for topic in topics:
-        someone.transport.publish(topic, payload, 1, retain=True)
-    someone.transport.close(timeout_s=20.0)
+def retain(url, topics, payload=b"x"):
+    with Voice(url) as voice:
+        for topic in topics:
+            voice.say(topic, payload, retain=True)
+        voice.close(20.0)
 
 
-def retained(url: str) -> set[str]:
+def retained(url):
     """Return what is retained: a new reader gets it before the mark."""
-    someone = Someone(BrokerUrl.parse(url))
-    someone.read("#")
-    someone.transport.publish("mark", b"", 1)
-    topics = set()
-    while (topic := someone.heard.get(timeout=20.0)[0]) != "mark":
-        topics.add(topic)
-    someone.close()
-    return topics
+    with Voice(url, "#") as voice:
+        voice.say("mark", b"")
+        return {topic for topic, _ in iter(voice.next, ("mark", b""))}
 
 
 @pytest.mark.parametrize(
@@ -57,12 +47,10 @@ def retained(url: str) -> set[str]:
     [(["--device", "a"], OF_A), (["--model", "m"], OF_M), ([], OF_A | OF_M | REST)],
     ids=["device", "model", "site"],
 )
-def test_what_is_named_is_cleared_and_nothing_else(
-    url: str, arguments: list[str], gone: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_named_is_cleared_and_nothing_else(url, arguments, gone, monkeypatch):
     filters = set[str]()
 
-    def read(url: BrokerUrl, topics: Topics, subscribed: list[str], **more: Any) -> list[str]:
+    def read(url, topics, subscribed, **more):
         filters.update(subscribed)
         return retained_topics(url, topics, subscribed, **more)
 
@@ -77,22 +65,23 @@ def test_what_is_named_is_cleared_and_nothing_else(
     assert not any(matches(each, HOME.response("m", "alice", "1")) for each in filters), "its answers have a reader"
 
 
+class Running(Voice):
+    """Says its status again whenever it is something else."""
+
+    status = None
+
+    def hear(self, topic, payload):
+        if self.status and payload != self.status:
+            self.say(topic, self.status, retain=True)
+
+
 @pytest.mark.parametrize(("arguments", "holder"), [([], "planner"), (["--device", "a"], "a")])
-def test_nothing_is_cleared_of_what_is_online(url: str, arguments: list[str], holder: str) -> None:
+def test_nothing_is_cleared_of_what_is_online(url, arguments, holder):
     topic = HOME.planner_status() if holder == "planner" else HOME.status(holder)
     said = encode_status(Status("online", 7))
     retain(url, {HOME.plan("m")})
     retain(url, {topic}, said)
-    running = BrokerConnection(
-        BrokerUrl.parse(url),
-        "running",
-        on_message=lambda _, message: running.publish(topic, said, 1, retain=True) if message != said else None,
-        on_state=lambda _: None,
-    )
-    running.subscribe([(topic, 1)])
-    running.connect(20.0)
-    try:
+    with Running(url, topic) as running:
+        running.status = said
         assert main(["site", "forget", "--broker", url, "--yes", *arguments]) == 2
-    finally:
-        running.close()
     assert retained(url) >= {topic, HOME.plan("m")}

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from site_processes import SITE, Voice, trust_measurement
@@ -52,7 +49,7 @@ elif words[0] == "is-active":
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def machine(tmp_path, monkeypatch):
     """Return a home directory with a stand-in for systemctl on PATH."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -69,7 +66,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Path, capsys: Any) -> None:
+def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine, capsys):
     own, status = ["--user"], Topics(SITE).status("pi-1")
     with start_broker() as broker:
         install = ["agent", "install", "--broker", str(broker.url), "--site", SITE, "--id", "pi-1", "--threads", "1"]
@@ -106,8 +103,8 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
     ],
 )
 def test_an_installation_that_fails_says_so_and_leaves_the_files_as_they_were(
-    machine: Path, capsys: Any, broken: str, url: str, code: int, said: str, login: str | None
-) -> None:
+    machine, capsys, broken, url, code, said, login
+):
     place = machine / "config/hepti/agent.login"
     if login is not None:
         place.parent.mkdir(parents=True)

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from mesh_nodes import Clock
+from programs import ROOT
 from rich.console import Console
-from site_processes import PATIENCE_S, ROOT
+from site_processes import PATIENCE_S
 
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
-from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_judgement, print_peer_traffic, print_plan_history
 from hepti_mqtt.core.errors import ConfigError, WireError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 
 
-class Client:
-    """A site that says what a test has it say."""
+@pytest.fixture
+def site(monkeypatch):
+    """Let commands meet a site that says what the test has it say."""
 
-    def __init__(self, devices: list[dict], unused: dict[str, str] | None = None, record: dict | None = None) -> None:
-        self._devices, self._unused, self._record = devices, unused or {}, record or {}
+    def say(devices, unused=None, record=None):
+        client = SimpleNamespace(devices=lambda wait_s: devices, plan=lambda _model, timeout: record)
+        client.unused, client.odd_clocks = lambda: unused or {}, lambda _devices: []
+        monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def devices(self, wait_s: float) -> list[dict]:
-        return self._devices
-
-    def unused(self) -> dict[str, str]:
-        return self._unused
-
-    def odd_clocks(self, devices: list[dict]) -> list[str]:
-        return []
-
-    def plan(self, model: str, timeout: float) -> dict:
-        return self._record
+    return say
 
 
-def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_story_is_a_table_with_times(capsys):
     step = {"time": 1.7e9, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"}
     print_plan_history("m", {"story": [step, {**step, "time": 1.7e9 + 0.25}]})
     _, head, *lines = capsys.readouterr().out.splitlines()
@@ -61,7 +50,7 @@ def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> No
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_what_was_considered_is_a_table_in_numbers_and_the_evidence_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_considered_is_a_table_in_numbers_and_the_evidence_another(capsys):
     numbers = {"gain": 0.12, "probability": 0.97, "requests": 240.0, "cost_s": 1.5, "load_s": 2.0}
     option = {"name": "row/heads", "devices": ["a", "b"], "load_bytes": 3 << 20, "verdict": "stay", "why": "it waits"}
     print_judgement("m", {"considered": [option | numbers], "evidence": {"a": ["slowdown 1.2", "rate 30 MB/s"]}})
@@ -74,23 +63,16 @@ def test_what_was_considered_is_a_table_in_numbers_and_the_evidence_another(caps
 
 
 EDGE = {
-    "frames_in": 3,
-    "bytes_in": 1 << 20,
-    "frames_out": 0,
-    "bytes_out": 0,
-    "queued_bytes": 7,
-    "dropped": 1,
-    "reconnections": 2,
-    "joined": 1,
-    "trouble": "",
-}
+    "frames_in": 3, "bytes_in": 1 << 20, "frames_out": 0, "bytes_out": 0, "queued_bytes": 7, "dropped": 1,
+    "reconnections": 2, "joined": 1, "trouble": "",
+}  # fmt: skip
 
 
-def device(name: str, edges: dict, peers: dict | None = None, status: str = "online") -> dict:
+def device(name, edges, peers=None, status="online"):
     return {"device": name, "status": status, "heartbeat": {"edges": edges, "peers": peers or {}}}
 
 
-def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys):
     silent = {**EDGE, "frames_in": 0, "joined": 0, "trouble": "connection refused"}
     link = {"round_trip_s": 0.0005, "bytes_per_s": 1e6}
     heard = {"b": EDGE, "c": silent, "gone": silent}
@@ -117,45 +99,36 @@ CAPS = {
 }  # fmt: skip
 
 
-def listed(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    unused: dict[str, str] | None = None,
-    **said: object,
-) -> str:
-    device = {"device": "a", "status": "online", "boot": 1, **CAPS}
-    client = Client([{**device, "heartbeat": None, **said}], unused)
-    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
-    assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
-    return capsys.readouterr().out
+SAID = {"device": "a", "status": "online", "boot": 1, **CAPS, "heartbeat": None}
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("said", "unused", "shown"),
     [
-        ({"curves": {}}, "frame_s"),
-        ({"curves": CURVES, "memory_budget_bytes": 2**62}, "memory_budget_bytes"),
-        ({"caps_unread": "Caps.threads is -1"}, "Caps.threads is -1"),
-        ({"curves": CURVES, "boot": 3, "caps_boot": 2}, "earlier start"),
-        ({}, "capabilities"),
+        ({"curves": {}}, {}, ["refused", "frame_s"]),
+        ({"curves": CURVES, "memory_budget_bytes": 2**62}, {}, ["refused", "memory_budget_bytes"]),
+        ({"caps_unread": "Caps.threads is -1"}, {}, ["refused", "Caps.threads is -1"]),
+        ({"curves": CURVES, "boot": 3, "caps_boot": 2}, {}, ["refused", "earlier start"]),
+        ({}, {}, ["refused", "capabilities"]),
+        ({"curves": CURVES}, {"a": "put aside"}, ["put aside"]),
+        ({"curves": CURVES, "heartbeat": {**BEAT, "slowdown": 1e12}}, {}, ["slowdown"]),
     ],
     ids=str,
 )
-def test_a_device_that_no_plan_uses_is_listed_with_the_reason(
-    said: dict, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = listed(monkeypatch, capsys, **said)
-    assert "refused" in shown
-    assert why in shown
-    assert said or "refused" not in listed(monkeypatch, capsys, status="offline"), "it is not there"
-    assert "put aside" in listed(monkeypatch, capsys, {"a": "put aside"}, curves=CURVES)
-    assert (
-        "slowdown" in listed(monkeypatch, capsys, curves=CURVES, heartbeat={**BEAT, "slowdown": 1e12}).splitlines()[-1]
-    )
+def test_a_device_that_no_plan_uses_is_listed_with_the_reason(run, site, said, unused, shown):
+    site([SAID | said], unused)
+    code, out, _ = run("devices", "--broker", "mqtt://nowhere")
+    assert code == 0
+    assert all(word in out.partition("hears directly")[2] for word in shown), "behind the table's head"
+
+
+def test_a_device_that_is_not_there_is_not_refused(run, site):
+    site([SAID | {"status": "offline"}])
+    assert "refused" not in run("devices", "--broker", "mqtt://nowhere")[1]
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])
-def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_break_no_word_on_a_narrow_terminal(width, monkeypatch):
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, color_system=None, soft_wrap=True)
     monkeypatch.setattr(output, "_console", lambda stderr: console)
@@ -167,15 +140,19 @@ def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pyte
     assert width < 100 or max(map(len, shown.splitlines())) <= width
 
 
-def explained(monkeypatch: pytest.MonkeyPatch, changed: dict | None = None, **others: object) -> int:
+@pytest.fixture
+def explain(run, site):
     """Run `hepti plan --explain`: b says what `others` says, `changed` is another record of plans."""
-    said = {"status": "online", "boot": 1, "curves": CURVES, **CAPS, "heartbeat": BEAT}
-    plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
-    record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
-    record |= {key: record[key] | value for key, value in (changed or {}).items()}
-    client = Client([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
-    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
-    return main(["plan", "m", "--explain", "--broker", "mqtt://nowhere"])
+
+    def explain(changed=None, **others):
+        said = {**SAID, "curves": CURVES, "heartbeat": BEAT}
+        plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
+        record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
+        record |= {key: record[key] | value for key, value in (changed or {}).items()}
+        site([said, said | {"device": "b"} | others], record=record)
+        return run("plan", "m", "--explain", "--broker", "mqtt://nowhere")
+
+    return explain
 
 
 @pytest.mark.parametrize(
@@ -189,14 +166,12 @@ def explained(monkeypatch: pytest.MonkeyPatch, changed: dict | None = None, **ot
     ],
     ids=str,
 )
-def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
-    wrong: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert explained(monkeypatch) == 0
-    both = capsys.readouterr().out
+def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(explain, wrong):
+    code, both = explain()
+    assert code == 0
     assert re.search(r"\bb\b", both)
-    assert explained(monkeypatch, **wrong) == 0
-    now = capsys.readouterr().out
+    code, now = explain(**wrong)
+    assert code == 0
     if "heartbeat" not in wrong:
         assert not re.search(r"\bb\b", now), "a refused device is left out"
     elif wrong["heartbeat"]["slowdown"] != 5e-324:
@@ -214,30 +189,21 @@ def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
     ],
     ids=str,
 )
-def test_a_plan_of_another_version_or_author_is_refused_with_the_own_version(
-    changed: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert explained(monkeypatch, changed) == WireError.exit_code
-    assert __version__ in capsys.readouterr().err
+def test_a_plan_of_another_version_or_author_is_refused_with_the_own_version(explain, changed):
+    code, _, error = explain(changed)
+    assert code == WireError.exit_code
+    assert __version__ in error
 
 
-def test_a_plan_on_a_device_that_is_refused_now_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_on_a_device_that_is_refused_now_is_not_explained(explain, monkeypatch):
     monkeypatch.setitem(CURVES, "frame_s", -1.0)
-    assert explained(monkeypatch) == ConfigError.exit_code
+    assert explain()[0] == ConfigError.exit_code
 
 
 MIB = 2**20
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_load_is_printed_at_most_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_is_printed_at_most_every_few_seconds(capsys):
     clock = Clock()
     view = output.ProgressLines(clock)
     for step in range(60):
@@ -252,7 +218,7 @@ def test_a_load_is_printed_at_most_every_few_seconds(capsys: pytest.CaptureFixtu
     assert sum(line.startswith("tiny: ") for line in lines) == int(30.0 / output.EVERY_S) + 1
 
 
-def test_words_are_said_when_they_change_and_not_too_often(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_are_said_when_they_change_and_not_too_often(capsys):
     clock = Clock()
     view = output.ProgressLines(clock)
     for step in range(40):
@@ -262,7 +228,7 @@ def test_words_are_said_when_they_change_and_not_too_often(capsys: pytest.Captur
     assert capsys.readouterr().err.splitlines() == [f"attic: compiling kernels {step} of 4" for step in range(4)]
 
 
-def test_codes_of_emoji_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_codes_of_emoji_stay_as_they_are(capsys):
     said = '{"text": "who :id: is [bold] :warning:"}'
     output.print_lines([said])
     output.print_text(said)
@@ -272,7 +238,7 @@ def test_codes_of_emoji_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("encoding", "name", "shown"), [("ascii", "küche".encode(), r"k\xfcche"), ("utf-8", b"k\xff", r"k\udcff")]
 )
-def test_what_the_output_cannot_hold_is_written_out(tmp_path: Path, encoding: str, name: bytes, shown: str) -> None:
+def test_what_the_output_cannot_hold_is_written_out(tmp_path, encoding, name, shown):
     command = ["-m", "hepti_mqtt.cli", "site", "init", "--dir", bytes(tmp_path) + b"/" + name]
     done = subprocess.run(
         [sys.executable, *command],

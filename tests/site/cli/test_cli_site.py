@@ -8,18 +8,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, Voice, free_port, poll, running_site, wait_for_plans
+from site_processes import PATIENCE_S, SITE, Voice, client_of, free_port, poll, site_of
 
-from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.cli.main import main
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.topics import Topics
@@ -27,52 +21,19 @@ from hepti_mqtt.protocol.topics import Topics
 METRICS_PORT = free_port()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("cli-site")
-    kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "masks": "tiny-bert-mlm"}
-    models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
-    metrics = ("--metrics", f"127.0.0.1:{METRICS_PORT}")
-    for running in running_site(directory, models, {"a": "100MiB", "b": "100MiB"}, planner=metrics):
-        with Hepti.connect(running.url, site=SITE) as hepti:
-            wait_for_plans(hepti, models, "ab")
-        yield running
+KINDS = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "masks": "tiny-bert-mlm"}
+METRICS = ("--metrics", f"127.0.0.1:{METRICS_PORT}")
+site = site_of(KINDS, {"a": "100MiB", "b": "100MiB"}, planner=METRICS)
+hepti = client_of()
 
 
 @pytest.fixture(autouse=True)
-def environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(site, hepti, monkeypatch):
     monkeypatch.setenv("HEPTI_BROKER", site.url)
     monkeypatch.setenv("HEPTI_SITE", SITE)
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return exit code, stdout and stderr of `hepti ARGUMENTS`."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(arguments)
-        said = capsys.readouterr()
-        assert "\x1b" not in said.out + said.err
-        return code, said.out, said.err
-
-    return run
-
-
-@pytest.fixture
-def ask(run: Any) -> Any:
-    """Return the JSON object of `hepti ARGUMENTS --json`, which is all that stands on stdout."""
-
-    def ask(*arguments: str, code: int = 0) -> dict[str, Any]:
-        got, out, err = run(*arguments, "--json")
-        assert got == code, out + err
-        assert out.count("\n") == 1
-        result: dict[str, Any] = json.loads(out)
-        return result
-
-    return ask
-
-
-def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
+def test_infer_has_every_field_that_is_promised(ask):
     result = ask("infer", "tiny", "--tokens", "24", "--repeat", "10", "--check")
     assert result["model"] == "tiny"
     assert {"id", "version", "strategy", "wire", "route", "devices"} <= set(result["plan"])
@@ -88,7 +49,7 @@ def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
     assert 0 < result["max_abs_err"] < 2e-4
 
 
-def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
+def test_infer_plan_only_computes_nothing(ask, run):
     pins = ("--strategy", "column", "--devices", "a,b")
     foretold = ask("infer", "tiny", "--tokens", "24", *pins, "--plan-only")
     assert (foretold["output"], foretold["compute_ms"], foretold["bytes_on_wire"]) == (None, {}, 0)
@@ -102,7 +63,7 @@ def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
     assert run("infer", "tiny", "--tokens", "24", "--plan-only", "--check")[0] != 0
 
 
-def test_infer_with_a_narrow_wire_and_narrow_weights(ask: Any) -> None:
+def test_infer_with_a_narrow_wire_and_narrow_weights(ask):
     pins = ("--strategy", "block", "--devices", "a,b")
     wide = ask("infer", "tiny", "--tokens", "20", *pins)
     narrow = ask("infer", "tiny", "--tokens", "20", *pins, "--wire", "f16", "--check")
@@ -114,7 +75,7 @@ def test_infer_with_a_narrow_wire_and_narrow_weights(ask: Any) -> None:
     assert 1e-5 < narrow["max_abs_err"] < 0.05
 
 
-def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> None:
+def test_infer_takes_what_requests_take(ask, run, tmp_path):
     hidden = ask("infer", "tiny", "--text", "hello world", "--want", "hidden")
     assert hidden["output"]["shape"] == [hidden["tokens"], 32]
     masks = ask("infer", "masks", "--text", "hello [MASK] world", "--top-k", "7")["output"]["masks"]
@@ -131,7 +92,7 @@ def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> N
     assert len(json.loads(out)["results"]) == 9, "where no terminal is, all of it is printed"
 
 
-def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:
+def test_a_long_output_is_given_by_its_digest(ask):
     texts = [a for i in range(60) for a in ("--text", f"text {i}")]
     result = ask("infer", "tiny", *texts)
     assert "output" not in result
@@ -151,16 +112,15 @@ def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_wrong_is_told_at_once(run: Any, arguments: list[str], code: int) -> None:
+def test_what_is_wrong_is_told_at_once(run, arguments, code):
     got, out, err = run("infer", *arguments, "--timeout", "90")
     assert (got, out) == (code, ""), err
     assert err
-    assert "Traceback" not in err
     _, out, _ = run("infer", *arguments, "--json")
     assert json.loads(out)["ok"] is False
 
 
-def test_a_deadline_that_has_passed_ends_with_5(ask: Any, site: Site) -> None:
+def test_a_deadline_that_has_passed_ends_with_5(ask, site):
     for name in ("a", "b"):  # both go on living, and compute nothing
         site.running[name].send_signal(signal.SIGSTOP)
     try:
@@ -172,7 +132,7 @@ def test_a_deadline_that_has_passed_ends_with_5(ask: Any, site: Site) -> None:
     assert ask("infer", "tiny", "--tokens", "5")["tokens"] == 5
 
 
-def test_devices(ask: Any, run: Any) -> None:
+def test_devices(ask, run):
     result = ask("devices", "--wait", "5")
     assert result["site"] == SITE
     assert {d["device"]: d["status"] for d in result["devices"]} == {"a": "online", "b": "online"}
@@ -184,7 +144,7 @@ def test_devices(ask: Any, run: Any) -> None:
     assert [line.split()[:2] for line in lines[2:4]] == [["a", "online"], ["b", "online"]]
 
 
-def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
+def test_plan(ask, run, tmp_path):
     own = ask("plan", "tiny")["active"]
     pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "megatron", "--devices", "a,b")["plan"]
     result = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
@@ -211,7 +171,7 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("command", "ends"), [("infer tiny --tokens 3", 3), ("devices --wait 0.1", 2)])
-def test_a_site_without_a_planner_says_so(run: Any, monkeypatch: pytest.MonkeyPatch, command: str, ends: int) -> None:
+def test_a_site_without_a_planner_says_so(run, monkeypatch, command, ends):
     for module in ("infer", "show"):
         monkeypatch.setattr(f"hepti_mqtt.cli.{module}.PLANNER_S", 0.2)
     code, out, err = run(*command.split(), "--site", "empty")
@@ -219,7 +179,7 @@ def test_a_site_without_a_planner_says_so(run: Any, monkeypatch: pytest.MonkeyPa
     assert "empty" in err
 
 
-def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> None:
+def test_a_wrong_password_ends_with_6(run, site, tmp_path):
     model = f"tiny={site.models['tiny']}"
     commands = (
         ["devices"],
@@ -234,12 +194,11 @@ def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> N
                 code, out, err = run(*command, "--broker", url)
                 assert (code, out) == (6, ""), err
                 assert "wrong@" not in err
-                assert "Traceback" not in err
         code, _, _ = run("devices", "--broker", broker.url.replace("://", "://someone:right@"), "--wait", "0.1")
         assert code == ConfigError.exit_code, "let in, and nobody is there"
 
 
-def test_ctrl_c_is_no_traceback(site: Site) -> None:
+def test_ctrl_c_is_no_traceback(site):
     command = [sys.executable, "-m", "hepti_mqtt.cli", "infer", "tiny", "--tokens", "5", "--repeat", "1000000"]
     with (
         Voice(site.url, Topics(SITE).all_requests()) as listener,
@@ -257,7 +216,7 @@ def test_ctrl_c_is_no_traceback(site: Site) -> None:
     assert "Traceback" not in err
 
 
-def test_a_bare_text_of_an_automation(site: Site, ask: Any) -> None:
+def test_a_bare_text_of_an_automation(site, ask):
     topics, text = Topics(SITE), 'He said "hi"\nand left'
     answer = topics.text_response("tiny", "ha")
     with Voice(site.url, answer) as automation:
@@ -268,10 +227,10 @@ def test_a_bare_text_of_an_automation(site: Site, ask: Any) -> None:
     )
 
 
-def test_a_planner_can_be_read_by_prometheus(ask: Any) -> None:
+def test_a_planner_can_be_read_by_prometheus(ask):
     ask("infer", "tiny", "--tokens", "8")
 
-    def shown() -> str:
+    def shown():
         with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=PATIENCE_S) as answer:
             text: str = answer.read().decode()
         return text

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from pages import PAGES, blocks, offline_commands, run_as_printed
@@ -17,7 +16,7 @@ LONGEST = {"README.md": 130}
 ALL_PAGES = 2000
 
 
-def test_pages_stay_short() -> None:
+def test_pages_stay_short():
     lines = {page.name: len(page.read_text("utf-8").splitlines()) for page in PAGES}
     assert {name: lines[name] for name, most in LONGEST.items() if lines[name] > most} == {}
     assert sum(lines.values()) <= ALL_PAGES
@@ -25,7 +24,7 @@ def test_pages_stay_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
-def test_lines_for_a_shell_are_ones(page: Path) -> None:
+def test_lines_for_a_shell_are_ones(page):
     programs = ("hepti", "sudo", "export", "pip", "mosquitto_", "docker", "make", "scp", "for ")
     for block in blocks(page):
         if not block.strip().startswith(programs) or re.search(r"^(?:from|with|h\.)", block, re.MULTILINE):
@@ -43,13 +42,11 @@ SEARCHES = [(page, line) for page, line in COMMANDS if line.startswith("hepti si
     [[one for one in COMMANDS if one not in SEARCHES], pytest.param(SEARCHES, marks=pytest.mark.nightly)],
     ids=["sites", "simulations"],
 )
-def test_offline_commands_run_as_printed(
-    commands: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offline_commands_run_as_printed(commands, tmp_path, monkeypatch, capsys):
     assert len(commands) > 3, "the pages are read"
     run_as_printed(commands, tmp_path, monkeypatch, capsys)
 
 
-def test_simulations_on_the_pages_have_options_that_exist() -> None:
+def test_simulations_on_the_pages_have_options_that_exist():
     for _, line in SEARCHES:
         build().parse_args(shlex.split(line, comments=True)[1:])

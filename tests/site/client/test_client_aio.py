@@ -6,28 +6,10 @@ import asyncio
 import inspect
 
 import pytest
-from client_support import A_PLAN, PATIENCE_S, Planner
+from client_support import A_PLAN, NO_PLAN, PATIENCE_S
 
 from hepti_mqtt.client import AsyncHepti, Hepti
 from hepti_mqtt.core.errors import DeadlineError, NetworkError, PlanError, RequestError, UnknownModelError
-from hepti_mqtt.embedded_broker import start_broker
-
-NO_PLAN = {"ok": False, "error": {"code": "no_plan", "message": "no device is online"}}
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with start_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def planner(broker, request):
-    one = Planner(str(broker.url), f"s{abs(hash(request.node.name))}")
-    one.online()
-    one.record("m", active=A_PLAN)
-    yield one
-    one.transport.close()
 
 
 def connected(test):
@@ -35,7 +17,9 @@ def connected(test):
 
     def run(broker, planner):
         async def inside():
-            async with AsyncHepti.connect(str(broker.url), site=planner.topics.site, client_id="me") as hepti:
+            planner.online()
+            planner.record("m", active=A_PLAN)
+            async with AsyncHepti.connect(broker.url, site=planner.topics.site, client_id="me") as hepti:
                 assert await hepti.models(PATIENCE_S) == ["m"]
                 await asyncio.wait_for(test(hepti, planner), 3 * PATIENCE_S)
 
@@ -128,7 +112,7 @@ async def test_what_is_cancelled_is_held_no_longer(hepti, planner):
 
 def test_what_still_waits_ends_with_the_client_and_no_broker_is_said(broker, planner):
     async def inside():
-        hepti = await AsyncHepti.connect(str(broker.url), site=planner.topics.site)
+        hepti = await AsyncHepti.connect(broker.url, site=planner.topics.site)
         waiting = hepti.submit("m", text="x")
         await hepti.close()
         with pytest.raises(NetworkError):

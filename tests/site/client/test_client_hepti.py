@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from client_support import A_PLAN, PATIENCE_S, Planner
+from client_support import A_PLAN, NO_PLAN, PATIENCE_S, Planner
 from limited_broker import mosquitto_with
 from site_processes import poll
 
@@ -19,33 +18,13 @@ from hepti_mqtt.core.errors import (
     PlanError,
     UnknownModelError,
 )
-from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.transport.base import Connected
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with start_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def site(request):
-    """A site of the test's own, so that nothing retained is shared."""
-    return "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[:60].strip("-")
-
-
-@pytest.fixture
-def planner(broker, site):
-    one = Planner(str(broker.url), site)
-    yield one
-    one.transport.close()
 
 
 @pytest.fixture
 def hepti(broker, planner, site):
     planner.online()
-    with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
+    with Hepti.connect(broker.url, site=site, client_id="me") as h:
         poll(lambda: h.planner_online, "the planner's status, which would repeat waiting requests if it came later")
         yield h
 
@@ -70,19 +49,13 @@ def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, plan
         with ThreadPoolExecutor(1) as pool:
             exact = pool.submit(hepti.foretold, estimated, text="hello", wire="f16", timeout_s=PATIENCE_S)
             request = planner.next()
-            assert {k: v for k, v in request[1].items() if k != "id"} == {
-                "text": "hello",
-                "wire": "f16",
-                "want": "plan",
-            }
-            forecast_fields = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
-            planner.answer(request, result=None, plan={"id": version, "devices": {"a": 1.0}}, **forecast_fields)
-            answer_with_forecast = exact.result(PATIENCE_S)
-        assert (answer_with_forecast.raw["forecast"], answer_with_forecast.result) == (forecast, "hello"), (
-            "under another plan it says nothing"
-        )
-    assert (answer_with_forecast.raw["predicted_ms"], answer_with_forecast.raw["predicted_bytes"]) == (2.0, 20)
-    assert hepti.foretold(answer_with_forecast) is answer_with_forecast
+            assert request[1] == {"id": request[1]["id"], "text": "hello", "wire": "f16", "want": "plan"}
+            simulated = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
+            planner.answer(request, result=None, plan={"id": version, "devices": {"a": 1.0}}, **simulated)
+            foretold = exact.result(PATIENCE_S)
+        assert (foretold.raw["forecast"], foretold.result) == (forecast, "hello"), "nothing under another plan"
+    assert (foretold.raw["predicted_ms"], foretold.raw["predicted_bytes"]) == (2.0, 20)
+    assert hepti.foretold(foretold) is foretold
 
 
 def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner):
@@ -98,7 +71,7 @@ def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner
 def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
-    with Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone, pytest.raises(NetworkError):
+    with Hepti.connect(broker.url, site=f"{site[:50]}-empty") as alone, pytest.raises(NetworkError):
         alone.infer("m", text="x", timeout_s=0.01)
 
 
@@ -116,9 +89,9 @@ def test_a_request_that_timed_out_is_cancelled_and_not_sent_again(hepti, planner
 def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
     """A broker delivers few requests until one is answered; with QoS 1 that would come behind all the others."""
     with mosquitto_with(tmp_path, "max_inflight_messages 2") as broker:
-        busy = Planner(str(broker.url), site, acknowledges=False)
+        busy = Planner(broker.url, site, acknowledges=False)
         busy.online()
-        with Hepti.connect(str(broker.url), site=site) as h:
+        with busy, Hepti.connect(broker.url, site=site) as h:
             poll(lambda: h.planner_online, "the planner's status")
             futures = [h.submit("m", text="x") for _ in range(4)]
             ids = [busy.next()[1]["id"] for _ in range(2)]
@@ -127,7 +100,6 @@ def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
             for future in futures[1:]:
                 future.cancel()
             assert all("cancel" in busy.next()[1] for _ in futures[1:])
-        busy.transport.close()
 
 
 def test_a_lost_broker_is_waited_for(broker, hepti, planner):
@@ -180,21 +152,13 @@ def test_wait_ready_tells_the_planners_reason(hepti, planner):
         hepti.wait_ready("m", timeout=1000, patience_s=0.0)
 
 
-NO_PLAN = {"code": "no_plan", "message": "no device is online", "detail": ""}
-
-
-def serving(planner, *steps):
-    """Answer requests, one with each step: an error, or None for an answer with a plan."""
+def serving(planner, *fields):
+    """Answer requests, one with each of these fields; the last answer that is none comes before the first plan."""
 
     def serve():
-        for error in steps:
-            request = planner.next()
-            if error is None:
-                planner.answer(request)
-                continue
-            topic = planner.topics.response("m", request[0].client, request[1]["id"])
-            planner.say(topic, json.dumps({"ok": False, "id": request[1]["id"], "error": error}).encode(), False)
-            if None in steps:
+        for more in fields:
+            planner.answer(planner.next(), **more)
+            if more and {} in fields:
                 planner.record(active=A_PLAN)
 
     thread = threading.Thread(target=serve)
@@ -203,15 +167,15 @@ def serving(planner, *steps):
 
 
 def test_a_request_with_a_time_waits_for_a_first_plan(hepti, planner):
-    planner.record(error=NO_PLAN)
+    planner.record(error=NO_PLAN["error"])
     assert hepti.plan("m")["active"] is None
-    server = serving(planner, NO_PLAN, None)
+    server = serving(planner, NO_PLAN, {})
     assert hepti.infer("m", text="x", timeout_s=PATIENCE_S).result == "x"
     server.join()
 
 
 def test_without_a_time_or_beside_a_plan_it_fails_at_once(hepti, planner):
-    planner.record(error=NO_PLAN)
+    planner.record(error=NO_PLAN["error"])
     server = serving(planner, NO_PLAN, NO_PLAN)
     assert hepti.plan("m")["active"] is None
     with pytest.raises(PlanError):
@@ -232,7 +196,7 @@ def test_no_broker_is_said_at_once(monkeypatch):
 
 
 def test_the_environment_names_broker_and_site(broker, planner, site, monkeypatch):
-    monkeypatch.setenv("HEPTI_BROKER", str(broker.url))
+    monkeypatch.setenv("HEPTI_BROKER", broker.url)
     monkeypatch.setenv("HEPTI_SITE", site)
     planner.online()
     planner.record("here")

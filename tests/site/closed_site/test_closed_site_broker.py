@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import psutil
 import pytest
-from closed_broker import Someone, closed_broker
-from site_processes import PATIENCE_S, poll
+from broker_kinds import process_of
+from closed_broker import closed_broker
+from site_processes import PATIENCE_S, Voice
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import ROLES, acl_text
@@ -27,29 +28,12 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 @pytest.fixture
 def closed(tmp_path):
-    with closed_broker(tmp_path / "site", {"pi-1": "device"}) as closed_site:
+    with closed_broker(tmp_path / "site", {"pi-1": "device", "pi-2": "device"}) as closed_site:
         yield closed_site
 
 
 def url_of(site, user):
     return BrokerUrl.parse(str(site.login(user)))
-
-
-def reload(closed):
-    """Let the broker read passwords and access list again: it has when who was added comes in."""
-    site, broker = closed
-    for child in psutil.Process(broker._process.pid).children():
-        child.send_signal(signal.SIGHUP)
-    newest = list(SiteFolder.open(site.path).users)[-1]
-
-    def comes_in():
-        try:
-            Someone(url_of(site, newest)).close()
-        except RefusedError:
-            return False
-        return True
-
-    poll(comes_in, f"{newest} may come in")
 
 
 @pytest.mark.parametrize(("days", "word"), [(3, "valid from"), (-4000, "renew")])
@@ -61,58 +45,51 @@ def test_a_certificate_of_another_time_is_one_error_with_both_clocks(tmp_path, d
         pytest.raises(CertificateDateError) as caught,
     ):
         claim(url_of(site, "pi-1"), "hepti/v1/home/dev/pi-1/status", "pi-1", 7)
-    said = str(caught.value)
-    assert word in said
-    assert f"clock says {datetime.datetime.now(datetime.UTC):%Y-}" in said
-    assert f"{issued:%Y-}" in said
+    assert all(part in str(caught.value) for part in (word, f"clock says {NOW:%Y-}", f"{issued:%Y-}"))
 
 
 def test_logins_come_in_and_nobody_else(closed, tmp_path):
     site, broker = closed
     assert broker.url == f"mqtts://127.0.0.1:{site.port}"
-    url = BrokerUrl.parse(str(site.login("pi-1")))
-    Someone(url).close()
-    for wrong in (
-        BrokerUrl(url.host, url.port, tls=True, ca=url.ca),
-        BrokerUrl(url.host, url.port, tls=True, ca=url.ca, user="pi-1", password="guess"),
-        BrokerUrl(url.host, url.port, tls=True, ca=url.ca, user="pi-2", password=url.password),
-    ):
-        with pytest.raises(RefusedError):
-            Someone(wrong)
+    url = url_of(site, "pi-1")
+    Voice(url).close()
     other = SiteFolder.create(tmp_path / "other", "home", ("127.0.0.1",), 8883, NOW)
-    with pytest.raises(NetworkError):
-        Someone(BrokerUrl(url.host, url.port, tls=True, ca=str(other.path / "ca.crt"), user="pi-1", password="x"))
-    with pytest.raises(NetworkError):
-        Someone(BrokerUrl(url.host, url.port, user="pi-1", password=url.password))
+    for wrong, error in (
+        (replace(url, user=None, password=None), RefusedError),
+        (replace(url, password="guess"), RefusedError),
+        (replace(url, user="pi-3"), RefusedError),
+        (replace(url, ca=str(other.path / "ca.crt")), NetworkError),
+        (BrokerUrl(url.host, url.port, user="pi-1", password=url.password), NetworkError),
+    ):
+        with pytest.raises(error):
+            Voice(wrong)
 
 
 def test_users_change_while_the_broker_runs(closed):
-    site, _ = closed
-    login = replace(BrokerUrl.parse(str(site.login("pi-1"))), ca=str(site.path / "ca.crt"))
-    someone = Someone(login)
+    site, broker = closed
+    login = replace(url_of(site, "pi-1"), ca=str(site.path / "ca.crt"))
+    someone = Voice(login)
     site.add("client", "alice").revoke("pi-1")
-    reload(closed)
-    # Mosquitto throws off who may not be there any more.
-    assert isinstance(someone.state_of(Disconnected), Disconnected)
+    process_of(broker).send_signal(signal.SIGHUP)  # it reads passwords and access list again
+    someone.state_of(Disconnected)  # Mosquitto throws off who may not be there any more
     someone.close()
-    Someone(BrokerUrl.parse(str(site.login("alice")))).close()
+    Voice(url_of(site, "alice")).close()
     with pytest.raises(RefusedError):
-        Someone(login)
+        Voice(login)
 
 
 def test_nobody_throws_another_off_with_its_client_id(closed):
     site, _ = closed
-    site.add("device", "pi-2")
-    reload(closed)
-    victim = Someone(url_of(site, "pi-1"), "hepti-home-pi-1-control")
+    name = "hepti-home-pi-1-control"
+    victim = Voice(url_of(site, "pi-1"), client_id=name)
     for raw in (False, True):  # with our own transport, and with a client that takes any id that it likes
-        intruder = Someone(url_of(site, "pi-2"), "hepti-home-pi-1-control", raw=raw)
+        intruder = Voice(url_of(site, "pi-2"), client_id=name, raw=raw)
         victim.read(f"hepti/v1/home/dev/pi-1/{'probe' if raw else 'cmd'}")
         intruder.close()
     assert victim.transport.counts().reconnections == 0
     assert victim.states.empty()
     # A second start of the same user still takes over: that is how two agents of one name notice each other.
-    again = Someone(url_of(site, "pi-1"), "hepti-home-pi-1-control")
+    again = Voice(url_of(site, "pi-1"), client_id=name)
     victim.state_of(Disconnected)
     victim.close()
     again.close()
@@ -120,22 +97,17 @@ def test_nobody_throws_another_off_with_its_client_id(closed):
 
 def test_nobody_leaves_a_will_for_another(closed):
     site, _ = closed
-    site.add("device", "pi-2")
-    reload(closed)
-    watcher = Someone(url_of(site, "pi-1"))
-    watcher.read("hepti/v1/home/dev/+/status", "hepti/v1/home/dev/pi-1/probe")
-    for name in ("pi-1", "pi-2"):
-        will = Will(f"hepti/v1/home/dev/{name}/status", name.encode(), 1, retain=False)
-        try:
-            first = Someone(url_of(site, "pi-2"), "same", will=will)
-        except RefusedError:
-            assert name == "pi-1"
-            continue
-        Someone(url_of(site, "pi-2"), "same").close()  # the broker cuts the first one off, and publishes its will
-        first.close()
-    topic, payload = watcher.heard.get(timeout=PATIENCE_S)
-    assert (topic, payload) == ("hepti/v1/home/dev/pi-2/status", b"pi-2")
-    watcher.close()
+    with Voice(url_of(site, "pi-1"), "hepti/v1/home/dev/+/status", "hepti/v1/home/dev/pi-1/probe") as watcher:
+        for name in ("pi-1", "pi-2"):
+            will = Will(f"hepti/v1/home/dev/{name}/status", name.encode(), 1, retain=False)
+            try:
+                first = Voice(url_of(site, "pi-2"), client_id="same", will=will)
+            except RefusedError:
+                assert name == "pi-1"
+                continue
+            Voice(url_of(site, "pi-2"), client_id="same").close()  # the broker cuts the first off, and has its will
+            first.close()
+        assert watcher.next() == ("hepti/v1/home/dev/pi-2/status", b"pi-2")
 
 
 BROKER = Path(__file__).parents[3] / "broker"
@@ -198,32 +170,25 @@ def test_every_kind_of_topic_is_in_the_table():
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
     with closed_broker(tmp_path_factory.mktemp("roles") / "site", USERS) as (site, _):
-        yield {user: BrokerUrl.parse(str(site.login(user))) for user in EVERYBODY}
+        yield {user: url_of(site, user) for user in EVERYBODY}
 
 
 @pytest.mark.parametrize("protocol", [4, 5], ids=["3.1.1", "5"])
 def test_the_access_list_lets_through_what_it_should_and_nothing_else(urls, protocol):
-    readers = {user: Someone(url, protocol=protocol) for user, url in urls.items()}
     expected, got = {}, {}
-    try:
-        for reader in readers.values():
-            reader.read("#")
+    with contextlib.ExitStack() as stack:
+        readers = {user: stack.enter_context(Voice(url, "#", protocol=protocol)) for user, url in urls.items()}
         for user, url in urls.items():
-            writer = Someone(url, protocol=protocol)
+            writer = Voice(url, protocol=protocol)
             for topic, (writers, allowed) in ACCESS.items():
-                writer.transport.publish(topic, user.encode(), 1)
+                writer.say(topic, user.encode())
                 expected[user, topic] = allowed if user in writers else set()
-            writer.transport.close(timeout_s=PATIENCE_S)  # returns when the broker has acknowledged everything
-        end = Someone(urls[PLANNER], protocol=protocol)
-        end.transport.publish(HOME.event("end"), b"", 1)  # behind all others: a broker keeps the order of what it sends
+            writer.close(PATIENCE_S)  # returns when the broker has acknowledged everything
+        end = stack.enter_context(Voice(urls[PLANNER], protocol=protocol))
+        end.say(HOME.event("end"), b"")  # behind all others: a broker keeps the order of what it sends
         for name, reader in readers.items():
-            while (heard := reader.heard.get(timeout=PATIENCE_S))[0] != HOME.event("end"):
-                topic, user = heard[0], heard[1].decode()
-                got.setdefault((user, topic), set()).add(name)
-        end.close()
-    finally:
-        for reader in readers.values():
-            reader.close()
+            while (heard := reader.next())[0] != HOME.event("end"):
+                got.setdefault((heard[1].decode(), heard[0]), set()).add(name)
     assert got == {key: allowed for key, allowed in expected.items() if allowed}
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
+from mesh_nodes import Clock
 
-from device_agent.agent import _Agent, agent_directories, device_lock, run_agent
+from device_agent import agent
+from device_agent.agent import agent_directories, device_lock, run_agent
 from device_agent.background import LOG_S, StartupStatus
 from device_agent.config import AgentConfig
 from device_agent.machine import core_capacities, free_memory, usable_cores
@@ -183,58 +187,50 @@ def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monke
 # -- what it says while it starts -------------------------------------------------------------------------------------
 
 
-class StartWatcher:
-    def __init__(self):
-        self.said, self.now = [], 0.0
+def starting_of(publish, **how):
+    return StartupStatus(publish, Start(1, 7), logging.getLogger("test.starting"), **how)
 
-    def starting(self):
-        return StartupStatus(self.said.append, Start(1, 7), logging.getLogger("test.starting"), lambda: self.now)
+
+def status(*doing):
+    return Status("starting", 7, *doing, version=__version__, term=1)
 
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
     monkeypatch.setattr("device_agent.background.REPEAT_S", 0.001)
-    messages = StartWatcher()
-    with messages.starting() as starting:
-        starting.update("compiling kernels", 3, 23)
-        count_before = len(messages.said)
-        while len(messages.said) < count_before + 3:
-            pass
-        starting.update("measuring")
-    assert messages.said[0] == Status("starting", 7, version=__version__, term=1)
-    assert (
-        Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in messages.said[count_before:]
-    )
-    assert messages.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
+    said = queue.SimpleQueue()
+    with starting_of(said.put) as starting:
+        assert said.get(timeout=60.0) == status()
+        for doing in (("compiling kernels", 3, 23), ("measuring",)):
+            starting.update(*doing)
+            for _ in range(3):
+                while said.get(timeout=60.0) != status(*doing):
+                    continue
 
 
 def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
-    messages = StartWatcher()
-    with caplog.at_level(logging.INFO, "test.starting"), messages.starting() as starting:
+    clock = Clock()
+    with caplog.at_level(logging.INFO, "test.starting"), starting_of(lambda _: None, clock=clock) as starting:
         for step in range(4):
             starting.update("compiling kernels", step, 23)
-            messages.now += LOG_S / 2
+            clock.now += LOG_S / 2
         starting.update("measuring")
     assert len(caplog.messages) == 3
 
 
 def test_a_broker_that_is_gone_stops_nothing():
-    def publish(status):
+    def publish(_status):
         raise NetworkError("gone")
 
-    with StartupStatus(publish, Start(1, 7), logging.getLogger("test.starting")) as starting:
+    with starting_of(publish) as starting:
         starting.update("measuring")
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
-class Thing:
-    pass
-
-
-def tell_in_a_callback() -> None:
+def tell_in_a_callback():
     """Send SIGTERM in the callback of a weak reference, where Python drops what is raised."""
-    thing = Thing()
+    thing = threading.Event()
     reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
     del thing
     assert reference() is None
@@ -287,19 +283,20 @@ def config(tmp_path):
 
 
 def test_a_second_signal_does_not_keep_an_agent_from_closing_all(config, monkeypatch):
-    closed, close = [], _Agent.close
+    closed = []
+    for kind in (agent.Network, agent.LoaderThread):
 
-    def close_told_again(agent):
-        signal.raise_signal(signal.SIGTERM)
-        close(agent)
-        closed.append(agent)
+        def close_told_again(part, *how, close=kind.close):
+            signal.raise_signal(signal.SIGTERM)
+            close(part, *how)
+            closed.append(type(part))
 
-    monkeypatch.setattr(_Agent, "run", lambda *_: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(_Agent, "close", close_told_again)
+        monkeypatch.setattr(kind, "close", close_told_again)
+    monkeypatch.setattr(agent, "prepare_kernels", lambda *_: signal.raise_signal(signal.SIGINT))
     run_agent(config)
-    assert closed
+    assert closed == [agent.Network, agent.LoaderThread]
 
 
 def test_a_signal_while_an_agent_is_put_together_ends_it_without_a_traceback(config, monkeypatch):
-    monkeypatch.setattr(_Agent, "__init__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(agent, "TileCache", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     run_agent(config)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 from broker_kinds import broker_of, needs_mosquitto
-from site_processes import PATIENCE_S, Voice, trust_measurement
+from site_processes import PATIENCE_S, SITE, Site, Voice, poll
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.machine import LOADING_BYTES
@@ -26,16 +25,10 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_limits import WANTED_BYTES
 from hepti_mqtt.transport.url import BrokerUrl
 
-TOPICS = Topics("home")
+TOPICS = Topics(SITE)
 STARTED = lambda status: status.state != "starting"  # noqa: E731
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with start_broker() as running:
-        yield running
-
-
+STRICT = (sys.executable, "-W", "error", "-m", "hepti_mqtt.cli")
+UNMET = "no broker answers"
 DECODE = {
     "status": messages.decode_status,
     "caps": messages.decode_caps,
@@ -49,8 +42,7 @@ class Listener(Voice):
 
     def __init__(self, url):
         self.later = []
-        topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())
-        super().__init__(url, *topics)
+        super().__init__(url, TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())
 
     def hear(self, topic, payload):
         parsed = TOPICS.parse(topic)
@@ -59,16 +51,12 @@ class Listener(Voice):
 
     def wait(self, device, kind, condition=lambda value: True):
         """Return the first word of a kind that a device has said; others are kept for later waits."""
-        for place, (who, value) in enumerate(self.later):
-            if who == device and isinstance(value, kind) and condition(value):
-                del self.later[place]
-                return value
         until = time.monotonic() + PATIENCE_S
-        while True:
-            who, value = self.heard.get(timeout=max(until - time.monotonic(), 0.001))
-            if who == device and isinstance(value, kind) and condition(value):
-                return value
-            self.later.append((who, value))
+        fits = lambda said: said[0] == device and isinstance(said[1], kind) and condition(said[1])  # noqa: E731
+        while (said := next(filter(fits, self.later), None)) is None:
+            self.later.append(self.heard.get(timeout=max(until - time.monotonic(), 0.001)))
+        self.later.remove(said)
+        return said[1]
 
     def online(self, device, after=None):
         """Wait for an online start, other than `after`; return it."""
@@ -90,35 +78,22 @@ def planner(broker, planners):
     return planners(broker.url)
 
 
-class Agents:
-    def __init__(self, url, cache):
-        self.url, self.cache, self.processes = url, cache, []
-
-    def start(self, device, *options, url=None, cache=None):
-        trust_measurement()
-        command = [sys.executable, "-W", "error", "-m", "hepti_mqtt.cli", "agent", "--id", device]
-        command += ["--broker", url or self.url]
-        command += ["--threads", "1", "--cache", str(cache or self.cache), *options]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.processes.append(process)
-        return process
-
-    def close(self):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
 @pytest.fixture
-def agents(broker, tmp_path):
-    agents_of_test = Agents(broker.url, tmp_path)
-    yield agents_of_test
-    agents_of_test.close()
+def machines(broker, tmp_path):
+    """Return where agents may run, each with directories of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def machine(name, at=broker):
+            (tmp_path / name).mkdir()
+            return stack.enter_context(Site(tmp_path / name, at, {}))
+
+        yield machine
 
 
-def test_join_describe_beat_die_come_back_and_leave(planner, agents):
+def test_join_describe_beat_die_come_back_and_leave(planner, machines):
     """A killed agent leaves its will, and comes back with a higher term."""
-    process = agents.start("join1", "--memory", "1GiB")
+    site = machines("one")
+    site.agent("join1", "1GiB", program=STRICT)
     caps = planner.wait("join1", messages.Caps)
     first = planner.wait("join1", messages.Status)
     assert (first.state, first.boot) == ("starting", caps.boot)
@@ -137,58 +112,55 @@ def test_join_describe_beat_die_come_back_and_leave(planner, agents):
     assert later.slowdown == 1.0
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
-    process.kill()
+    site.kill("join1")
     will = planner.wait("join1", messages.Status, STARTED)
     start = status.start
     assert will == messages.Status("offline", start.boot, version=__version__, term=start.term)
-    process = agents.start("join1")
+    site.agent("join1", program=STRICT)
     assert planner.online("join1", after=start).term == start.term + 1
-    process.send_signal(signal.SIGTERM)
+    assert site.stop("join1") == 0
     assert planner.wait("join1", messages.Status, STARTED).state == "offline"
-    assert process.wait(PATIENCE_S) == 0
-    assert "Traceback" not in process.stderr.read()
+    assert "Traceback" not in site.log("join1")
 
 
-def test_a_broker_is_waited_for_and_met_again_when_it_restarts(planners, agents):
+def test_a_broker_is_waited_for_and_met_again_when_it_restarts(planners, machines):
     with start_broker() as broker:
         broker.stop()
-        process = agents.start("again1", url=broker.url)
-        line = next(line for line in process.stderr if "no broker answers" in line)
-        assert "retrying" in line
+        site = machines("one", broker)
+        site.agent("again1")
+        poll(lambda: UNMET in site.log("again1"), "a search for the broker")
         broker.start()
         planner = planners(broker.url)
         planner.online("again1")
-        broker.stop()
-        broker.start()
+        broker.restart()
         planner.wait("again1", messages.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
 
 
 @needs_mosquitto
-def test_second_agent_of_one_name_on_another_machine_takes_over(planner, agents, tmp_path):
-    first = agents.start("same2")
+def test_second_agent_of_one_name_on_another_machine_takes_over(planner, machines):
+    one, other = machines("one"), machines("other")
+    one.agent("same2")
     start = planner.online("same2")
-    agents.start("same2", cache=tmp_path / "elsewhere")
-    assert first.wait(PATIENCE_S) == ConfigError.exit_code
+    other.agent("same2")
+    assert one.running["same2"].wait(PATIENCE_S) == ConfigError.exit_code
     planner.online("same2", after=start)
 
 
 @pytest.mark.nightly
 @needs_mosquitto
-def test_of_two_agents_of_one_name_that_start_together_one_ends(planner, agents, tmp_path):
-    both = [agents.start("same3", cache=tmp_path / place) for place in ("one", "other")]
-    deadline = time.monotonic() + PATIENCE_S
-    while all(agent.poll() is None for agent in both):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    codes = [agent.poll() for agent in both]
-    assert sorted(codes, key=str) == [ConfigError.exit_code, None]
-    winner = both[codes.index(None)]
+def test_of_two_agents_of_one_name_that_start_together_one_ends(planner, machines):
+    both = [machines("one"), machines("other")]
+    for site in both:
+        site.agent("same3")
+    processes = [site.running["same3"] for site in both]
+    ended = poll(lambda: [p for p in processes if p.poll() is not None], "the end of one")
+    assert [process.returncode for process in ended] == [ConfigError.exit_code]
     planner.wait("same3", messages.Heartbeat)
-    assert winner.poll() is None
+    assert [process.poll() is None for process in processes].count(True) == 1
 
 
 def agent_config(url, tmp_path, **options):
-    return AgentConfig(BrokerUrl.parse(url), "home", "own1", threads=1, cache_dir=tmp_path, **options)
+    return AgentConfig(BrokerUrl.parse(url), SITE, "own1", threads=1, cache_dir=tmp_path, **options)
 
 
 def test_an_agent_that_cannot_start_says_why(planner, broker, tmp_path, monkeypatch):
@@ -196,7 +168,7 @@ def test_an_agent_that_cannot_start_says_why(planner, broker, tmp_path, monkeypa
         raise OSError("no room for kernels")
 
     monkeypatch.setattr("device_agent.agent.prepare_kernels", fail)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError):
         run_agent(agent_config(broker.url, tmp_path), StopSignals())
     status = planner.wait("own1", messages.Status, lambda status: status.reason == "no room for kernels")
     assert status.state == "offline"
@@ -215,27 +187,26 @@ def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, 
         assert not thread.is_alive()
 
 
-def test_no_broker_without_patience_is_an_error(tmp_path, capsys):
+def test_no_broker_without_patience_is_an_error(tmp_path):
     with start_broker() as broker:
         url = broker.url
     with pytest.raises(NetworkError):
         run_agent(agent_config(url, tmp_path, retry=False))
-    assert (
-        main(["agent", "--broker", url, "--id", "own1", "--cache", str(tmp_path), "--no-retry"])
-        == NetworkError.exit_code
-    )
+    arguments = ["agent", "--broker", url, "--id", "own1", "--cache", str(tmp_path), "--no-retry"]
+    assert main(arguments) == NetworkError.exit_code
 
 
-def test_an_absent_broker_is_waited_for_no_longer_than_until_stop(agents, tmp_path):
+def test_an_absent_broker_is_waited_for_no_longer_than_until_stop(machines, tmp_path):
     with start_broker() as broker:
         url = broker.url
     stop = StopSignals()
     stop.request()
     run_agent(agent_config(url, tmp_path), stop)
-    process = agents.start("wait2", url=url)
-    next(line for line in process.stderr if "for weights" in line)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == 0
+    site = machines("one", broker)
+    site.agent("wait2")
+    poll(lambda: UNMET in site.log("wait2"), "a search for the broker")
+    site.running["wait2"].send_signal(signal.SIGINT)
+    assert site.running["wait2"].wait(PATIENCE_S) == 0
 
 
 def test_the_budget_is_what_is_given_as_far_as_it_is_free_or_most_of_what_is_free():

@@ -8,25 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from broker_kinds import needs_mosquitto
+from programs import ROOT
+from site_processes import PATIENCE_S, poll
 
 from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.embedded_broker import EmbeddedBroker, broker, find_mosquitto, start_broker
-
-PATIENCE_S = 20.0
-ROOT = Path(__file__).parents[3]
-
-
-def wait_until(happened):
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
-        os.sched_yield()
 
 
 def answers(port):
@@ -35,14 +26,17 @@ def answers(port):
     return False
 
 
-def test_it_answers_keeps_its_port_and_leaves_nothing():
+def test_it_answers_keeps_its_port_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
     broker = start_broker()
-    port, directory = broker.port, broker._directory
+    port = broker.port
     assert broker.url == f"mqtt://127.0.0.1:{port}"
     assert broker.running
     assert answers(port)
-    children = psutil.Process(broker._process.pid).children()
-    assert children
+    keeper_and_broker = set(psutil.Process().children(recursive=True)) - before
+    assert len(keeper_and_broker) >= 2
+    assert list(tmp_path.iterdir())
     broker.restart()
     assert broker.port == port
     assert answers(port)
@@ -55,8 +49,8 @@ def test_it_answers_keeps_its_port_and_leaves_nothing():
     broker.close()
     broker.close()
     assert not answers(port)
-    assert not directory.exists()
-    assert not any(child.is_running() for child in children)
+    assert not list(tmp_path.iterdir())
+    assert not any(process.is_running() for process in keeper_and_broker)
 
 
 def test_it_listens_on_the_address_alone_and_on_the_port_that_it_is_given():
@@ -142,10 +136,10 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error():
 
 
 CHILD = """
-import sys
+import psutil, sys
 from hepti_mqtt.embedded_broker import start_broker
 broker = start_broker()
-print(broker.port, broker._process.pid, flush=True)
+print(broker.port, psutil.Process().children()[0].pid, flush=True)
 sys.stdin.read()
 """
 
@@ -174,14 +168,14 @@ def test_the_broker_goes_with_its_parent_however_that_ends(parent, number):
     assert answers(port)
     os.kill(child.pid, number)
     child.wait(PATIENCE_S)
-    wait_until(lambda: not answers(port) and not _alive(keeper))
+    poll(lambda: not answers(port) and not _alive(keeper), "the end of both")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent was killed")
 def test_the_broker_goes_when_its_keeper_is_killed(parent):
     _, port, keeper = parent
     os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: not answers(port))
+    poll(lambda: not answers(port), "the broker's end")
 
 
 FORKING = """
@@ -202,7 +196,7 @@ def test_a_process_forked_by_the_parent_does_not_keep_the_broker_alive():
     with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
         keeper, fork = map(int, run.stdout.readline().split())
     try:
-        wait_until(lambda: not _alive(keeper))
+        poll(lambda: not _alive(keeper), "the keeper's end")
         assert _alive(fork)
     finally:
         os.kill(fork, signal.SIGKILL)

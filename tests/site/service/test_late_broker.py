@@ -17,24 +17,16 @@ from hepti_mqtt.transport.url import BrokerUrl
 def test_a_planner_waits_for_its_broker(bert, tmp_path, free_tcp_port):
     url, stop = BrokerUrl.parse(f"mqtt://127.0.0.1:{free_tcp_port}"), threading.Event()
     waits, log = threading.Event(), logging.Logger("late")
-    config = PlannerConfig(
-        url,
-        "late",
-        PlannerOptions({"bert": bert.path}, home_assistant=None),
-        state_dir=tmp_path,
-        log=log,
-    )
+    options = PlannerOptions({"bert": bert.path}, home_assistant=None)
+    config = PlannerConfig(url, "late", options, state_dir=tmp_path, log=log)
     log.addFilter(lambda record: record.levelno < logging.WARNING or not waits.set())
     planner = threading.Thread(target=run_planner, args=(config, stop))
     planner.start()
     try:
         assert waits.wait(60.0), "it says that it waits"
-        with start_broker(port=free_tcp_port):
-            with Voice(str(url), Topics("late").planner_status()) as ear:
-                while decode_status(ear.next()[1]).state != "online":
-                    continue
-            stop.set()
-            planner.join(60.0)
+        with start_broker(port=free_tcp_port), Voice(str(url), Topics("late").planner_status()) as ear:
+            while decode_status(ear.next()[1]).state != "online":
+                continue
     finally:
         stop.set()
         planner.join(60.0)

@@ -3,38 +3,35 @@
 import logging
 
 from broker_kinds import needs_mosquitto
+from site_processes import Voice
 
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.retained import RetainedSweep, retained_topics, unread_topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.url import BrokerUrl
+
+
+def retain(url, topics, payload):
+    with Voice(url) as voice:
+        for topic in topics:
+            voice.say(topic, payload, retain=True)
 
 
 @needs_mosquitto
-def test_a_sweep_clears_what_nobody_reads_and_nothing_else(mosquitto):
-    topics, url = Topics("swept"), BrokerUrl.parse(str(mosquitto.url))
+def test_a_sweep_clears_what_nobody_reads_and_nothing_else(url):
+    topics = Topics("swept")
     junk = [topics.activation("m", layer, "a", "all") for layer in range(50)]
     junk += [topics.request("m", "alice"), topics.everything().replace("#", "x/y")]
     kept = [topics.status("a"), topics.caps("a"), topics.plan("m"), topics.use("a"), topics.home("device", "a")]
-    writer = BrokerConnection(url, "junk", on_message=lambda *_: None, on_state=lambda _: None)
-    writer.connect()
-    for topic in (*junk, *kept):
-        writer.publish(topic, encode_status(Status("online", 1)), 1, retain=True)
-    writer.close()
+    retain(url, [*junk, *kept], encode_status(Status("online", 1)))
     sweep = RetainedSweep(url, topics, logging.getLogger("sweep"))
     assert sweep.sweep() == len(junk)
     assert retained_topics(url, topics, [topics.everything()]) == sorted(kept)
     assert sweep.sweep() == 0
 
 
-def test_a_look_ends_when_it_has_received_enough(mosquitto):
-    topics, url = Topics("large"), BrokerUrl.parse(str(mosquitto.url))
-    writer = BrokerConnection(url, "large", on_message=lambda *_: None, on_state=lambda _: None)
-    writer.connect()
-    for layer in range(10):
-        writer.publish(topics.activation("m", layer, "a", "all"), bytes(1000), 1, retain=True)
-    writer.close()
+def test_a_look_ends_when_it_has_received_enough(url):
+    topics = Topics("large")
+    retain(url, [topics.activation("m", layer, "a", "all") for layer in range(10)], bytes(1000))
     assert len(retained_topics(url, topics, [topics.everything()], most_bytes=2500)) == 3
 
 

@@ -18,9 +18,9 @@ from hepti_mqtt.transport.url import BrokerUrl
 class Rival(Voice):
     """A planner's status; one that lives contradicts who says that it is offline."""
 
-    def __init__(self, broker, site, answers):
+    def __init__(self, url, site, answers):
         self.topics, self.answers = Topics(site), answers
-        super().__init__(str(broker.url), self.topics.planner_status())
+        super().__init__(url, self.topics.planner_status())
 
     def status(self, state):
         self.say(self.topics.planner_status(), encode_status(Status(state, 5)), retain=True)
@@ -31,15 +31,15 @@ class Rival(Voice):
 
 
 @pytest.fixture
-def rival(mosquitto, request):
+def rival(url):
     with contextlib.ExitStack() as stack:
-        yield lambda site, answers=True: stack.enter_context(Rival(mosquitto, site, answers))
+        yield lambda site, answers=True: stack.enter_context(Rival(url, site, answers))
 
 
-def test_a_living_planner_is_noticed(mosquitto, rival):
+def test_a_living_planner_is_noticed(url, rival):
     rival("taken").status("online")
     with pytest.raises(ConfigError):
-        claim_site(BrokerUrl.parse(str(mosquitto.url)), "taken")
+        claim_site(url, "taken")
 
 
 def test_a_broker_that_is_absent_is_named():
@@ -48,7 +48,7 @@ def test_a_broker_that_is_absent_is_named():
     assert "127.0.0.1:1" in str(caught.value)
 
 
-def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
+def test_a_site_without_a_living_planner_is_free(url, rival, monkeypatch):
     monkeypatch.setattr(name_claim, "CONTRADICTION_S", 0.2)
     cases = {"nobody": (None, True), "left": ("offline", True), "dead": ("online", False), "odd": (None, False)}
     for name, (state, answers) in cases.items():
@@ -57,4 +57,4 @@ def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
             one.status(state)
         if name == "odd":
             one.say(one.topics.planner_status(), b"not a status", retain=True)
-        claim_site(BrokerUrl.parse(str(mosquitto.url)), name)
+        claim_site(url, name)

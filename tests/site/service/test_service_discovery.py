@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from PIL import Image
-from site_processes import SITE, Site, Voice, poll, running_site
+from site_processes import SITE, Voice, poll, site_of
 
-from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.protocol.topics import Topics
 
@@ -21,37 +17,34 @@ TOPICS = Topics(SITE)
 class Home(Voice):
     """What is retained, as Home Assistant would have it after a start."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.kept: dict[str, bytes] = {}
         self.came = 0
         super().__init__(url, "homeassistant/device/+/config", TOPICS.home("site", "state").rsplit("/", 2)[0] + "/+/+")
 
-    def hear(self, topic: str, payload: bytes) -> None:
+    def hear(self, topic, payload):
         self.came += 1
         if payload:
             self.kept[topic] = bytes(payload)
         else:
             self.kept.pop(topic, None)
 
-    def configs(self) -> list[str]:
+    def configs(self):
         return sorted(topic for topic in list(self.kept) if topic.endswith("/config"))
 
-    def state(self, kind: str, name: str) -> dict[str, object]:
+    def state(self, kind, name):
         state_of_entity: dict[str, object] = json.loads(self.kept.get(f"hepti/v1/{SITE}/home/{kind}/{name}", b"{}"))
         return state_of_entity
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    model = make_model("tiny-convnet", tmp_path / "model", seed=3)
-    yield from running_site(tmp_path, {"cat": model}, {"a": "100MiB"})
+site = site_of({"cat": "tiny-convnet"}, {"a": "100MiB"})
 
 
-def config(kind: str, name: str) -> str:
+def config(kind, name):
     return f"homeassistant/device/hepti_{SITE}_{kind}_{name}/config"
 
 
-def test_a_site_appears_and_its_ghosts_go(site: Site) -> None:
+def test_a_site_appears_and_its_ghosts_go(site):
     home = Home(site.url)
     try:
         ghost = config("MODEL", "old")
@@ -76,7 +69,7 @@ def test_a_site_appears_and_its_ghosts_go(site: Site) -> None:
         home.close()
 
 
-def picture() -> bytes:
+def picture():
     out = io.BytesIO()
     Image.new("RGB", (32, 32), (200, 100, 50)).save(out, "PNG")
     return out.getvalue()

@@ -5,41 +5,45 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import queue
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from site_processes import PATIENCE_S, Voice
+from played_broker import PlayedBroker, usual
+from site_processes import PATIENCE_S, Voice, poll
 
-from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.core.errors import ConfigError, ModelError, OverloadedError
-from hepti_mqtt.core.ids import PlanVersion, Start
+from hepti_mqtt.core.errors import ConfigError, ModelError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
-from hepti_mqtt.protocol.topics import DROPPED_TOPIC, Topics
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
-from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
+from hepti_mqtt.runtime.coordinator.interface import DeviceFrame, DeviceMessage, DeviceStatus
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.service import planner
+from hepti_mqtt.service import handler, planner
+from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
-from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport.base import SENDER_EVENTS, Connected, Delivery, Receipt
+from hepti_mqtt.transport import base
+from hepti_mqtt.transport.base import SENDER_EVENTS, Connected
 from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.codec import Connack, Connect
 from hepti_mqtt.transport.url import BrokerUrl
 
 
@@ -52,25 +56,19 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")
 
 
-@pytest.fixture
-def cnn(tmp_path, kept_hashes):
-    make_model("tiny-resnet", tmp_path / "cnn", seed=1)
-    return tmp_path / "cnn"
+def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32_and_the_only_one_ends_the_planner(
+    tmp_path, bert, caplog
+):
+    def opened(**models):
+        with contextlib.ExitStack() as stack:
+            options = PlannerOptions(models, PinOptions(weights="w8a8"))
+            models = open_models(PlannerConfig(NOWHERE, "s", options), stack)
+            return {name: model.pins.weight_dtype for name, model in models.items()}
 
-
-def pinned(storage, **models):
-    return PlannerConfig(NOWHERE, "s", PlannerOptions(models, PinOptions(weights=storage)))
-
-
-def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cnn):
-    with contextlib.ExitStack() as stack, pytest.raises(ConfigError):
-        open_models(pinned("w8a8", cnn=cnn), stack)
-
-
-def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, bert, caplog):
-    with contextlib.ExitStack() as stack:
-        opened = open_models(pinned("w8a8", cnn=cnn, bert=bert.path), stack)
-    assert {name: model.pins.weight_dtype for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
+    cnn = make_model("tiny-resnet", tmp_path / "cnn", seed=1)
+    with pytest.raises(ConfigError):
+        opened(cnn=cnn)
+    assert opened(cnn=cnn, bert=bert.path) == {"cnn": "f32", "bert": "w8a8"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "model cnn" in said
 
@@ -156,16 +154,20 @@ class Listener(Voice):
         return payload
 
     def status(self, state):
-        return self.until(self.topics.planner_status(), lambda p: bool(p) and decode_status(p).state == state)
+        """Return the next status of the planner with this state."""
+        return decode_status(
+            self.until(self.topics.planner_status(), lambda p: bool(p) and decode_status(p).state == state)
+        )
 
-    def ask(self, model, **data):
-        self.say(self.topics.request(model, "me"), json.dumps(data).encode())
-        return json.loads(self.until(self.topics.response(model, "me", data["id"])))
+    def say_status(self, status):
+        self.say(self.topics.planner_status(), encode_status(status), retain=True)
 
+    def request(self, client="me", **data):
+        self.say(self.topics.request("bert", client), json.dumps(data).encode())
 
-@pytest.fixture
-def url(mosquitto):
-    return BrokerUrl.parse(str(mosquitto.url))
+    def error(self, name):
+        """Return the code of the error that answers a request."""
+        return json.loads(self.until(self.topics.response("bert", "me", name)))["error"]["code"]
 
 
 @pytest.fixture
@@ -177,34 +179,22 @@ def listen(url):
 @pytest.fixture
 def run(url, bert, tmp_path):
     """Run a planner of a site on a thread; its future has the outcome. Planners that still run end with the test."""
-    started = []
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
 
-    def start(site, **options):
-        stop, outcome = threading.Event(), Future()
-        models = {"bert": bert.path}
-        config = PlannerConfig(url, site, PlannerOptions(models, home_assistant=None, **options), tmp_path)
+        def start(site, **how):
+            stop = threading.Event()
+            stack.callback(stop.set)
+            options = PlannerOptions({"bert": bert.path}, home_assistant=None)
+            return stop, pool.submit(run_planner, PlannerConfig(url, site, options, tmp_path, **how), stop)
 
-        def work():
-            try:
-                outcome.set_result(run_planner(config, stop))
-            except Exception as error:
-                outcome.set_exception(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        started.append((stop, thread))
-        return stop, outcome
-
-    yield start
-    for stop, thread in started:
-        stop.set()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+        yield start
 
 
 def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear = listen("coming")
+    ear.say(ear.topics.plan("former"), b"of a model that is no longer served", retain=True)
     stop, outcome = run("coming")
+    ear.until(ear.topics.plan("former"), lambda payload: payload == b"")
     ear.status("online")
     stop.set()
     assert outcome.result(PATIENCE_S) is None
@@ -224,280 +214,182 @@ def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, 
     assert read_state(directory, models, log).plans == plans
 
 
-def test_a_newer_planner_takes_over(run, listen):
+def test_late_wills_are_contradicted_and_a_newer_planner_takes_over(run, listen):
     ear = listen("contested")
     _, outcome = run("contested")
-    own = decode_status(ear.status("online"))
+    own = ear.status("online")
+    for late in (Status("offline", 7), replace(own, state="offline")):
+        ear.say_status(late)
+        ear.status("offline")
+        assert ear.status("online") == own
     newer = Status("online", 7, term=own.term + 1)
-    ear.say(ear.topics.planner_status(), encode_status(newer), retain=True)
-    assert decode_status(ear.status("online")) == newer
-    assert decode_status(ear.status("online")) == own, "a single one may be forged"
-    ear.say(ear.topics.planner_status(), encode_status(newer), retain=True)
+    ear.say_status(newer)
+    assert ear.status("online") == newer
+    assert ear.status("online") == own, "a single one may be forged"
+    ear.say_status(newer)
     with pytest.raises(ConfigError):
         outcome.result(PATIENCE_S)
     last = listen("contested")
-    assert decode_status(last.status("online")) == newer, "the status of the newer one is left alone"
+    assert last.status("online") == newer, "the status of the newer one is left alone"
 
 
-def test_a_late_will_is_contradicted(run, listen):
-    ear = listen("late")
-    run("late")
-    own = decode_status(ear.status("online"))
-    for late in (Status("offline", 7), replace(own, state="offline")):
-        ear.say(ear.topics.planner_status(), encode_status(late), retain=True)
-        ear.status("offline")
-        assert decode_status(ear.status("online")) == own
-
-
-def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
-    ear = listen("tidy")
-    ear.say(ear.topics.plan("former"), b"left behind", retain=True)
-    run("tidy")
-    ear.until(ear.topics.plan("former"), lambda payload: payload == b"")
-
-
-def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkeypatch):
-    monkeypatch.setattr(planner, "UNREAD_BYTES", 1)
+@pytest.mark.parametrize(
+    "limits", [{"UNREAD_BYTES": 1}, {"UNREAD_BYTES": 1, "MAX_UNREFUSED_BYTES": 10}, {"INBOX": 0}], ids=str
+)
+def test_a_request_for_which_there_is_no_room_is_refused_under_its_id(run, listen, monkeypatch, limits):
+    for name, value in limits.items():
+        monkeypatch.setattr(planner, name, value)
     ear = listen("busy")
     run("busy")
     ear.status("online")
-    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "overloaded"
+    ear.request(id="q1", text="hello")
+    assert ear.error("q1") == "overloaded"
 
 
-@pytest.fixture
-def unconnected(bert, tmp_path, monkeypatch):
-    """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
-    monkeypatch.setattr(planner, "INBOX", 0)
-    config = PlannerConfig(
-        NOWHERE, "full", PlannerOptions({"bert": bert.path}, home_assistant=None), state_dir=tmp_path
-    )
-    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
-    yield new_planner
-    new_planner.control.close()
-    new_planner.channel.close()
-    new_planner.bulk.close()
+def test_a_device_that_floods_keeps_no_word_of_another_out(run, listen, monkeypatch, caplog):
+    ear, events, gate = listen("flooded"), [], threading.Event()
+    handle, version = LastWillDebounce.handle, PlanVersion(7, 1)
 
+    def gated(debounce, event, now):
+        events.append(event)
+        if isinstance(event, DeviceStatus):
+            assert gate.wait(PATIENCE_S)
+        return handle(debounce, event, now)
 
-def waiting(inbox):
-    commands = []
-    while not inbox.empty():
-        commands.append(inbox.get())
-    return commands
-
-
-def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
-    version, topics = PlanVersion(7, 1), unconnected.topics
+    monkeypatch.setattr(LastWillDebounce, "handle", gated)
+    run("flooded")
+    ear.status("online")
     will = Status("offline", 3)
-    output = frames.Frame(
-        "output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32)
-    )
-    done = frames.Frame("done", "bert", version, 5, source="a", numbers=(1, 2, 3))
-    said = [
+    words = [
         messages.Ready(1, "bert", version, 5, bytes(8)),
         messages.PrepareFailed(1, "bert", version, "memory", "no room", 5),
         messages.RunFailed("bert", version, 5, "device", "broken"),
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
+    body = np.ones(1, np.float32)
+    output = frames.Frame("output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=body)
+    ear.say(ear.topics.status("first"), encode_status(will))  # the session thread waits at it
     for _ in range(SENDER_EVENTS + 2):
-        unconnected._handle_message(topics.reports("loud"), messages.encode(said[0]))
-    unconnected._handle_message(topics.status("a"), encode_status(will))
-    for message in said:
-        unconnected._handle_message(topics.reports("a"), messages.encode(message))
-    for frame in (output, done):
-        unconnected._handle_message(topics.reports("a"), frames.encode(frame))
-    unconnected._handle_connection(Connected(4, None))
-    kept = waiting(unconnected.inbox)[SENDER_EVENTS:]
-    assert kept[0] == DeviceStatus("a", will)
-    assert kept[1:5] == [DeviceMessage("a", message) for message in said]
-    assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
-    assert kept[7:] == [unconnected._connected]
-    assert unconnected.decoder.counters == {"flood": 2}
-
-
-def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
-    said = []
-    unconnected._say("online")
-    monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
-    topic = unconnected.topics.planner_status()
-    for boot in (4_000_000_000, 4_000_000_001, 2**62):
-        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot, "term": 9}).encode())
-    for action in waiting(unconnected.inbox):
-        action()
-    assert unconnected.failure is None
-    key = unconnected.session.fleet.public_key
-    own = Status("online", unconnected.start.boot, version=__version__, public_key=key, term=unconnected.start.term)
-    assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
+        ear.say(ear.topics.reports("loud"), messages.encode(words[0]))
+    ear.say(ear.topics.status("a"), encode_status(will))
+    for word in [*map(messages.encode, words), frames.encode(output)]:
+        ear.say(ear.topics.reports("a"), word)
+    poll(lambda: sum("loud" in record.getMessage() for record in caplog.records) == 2, "two words of the flood dropped")
+    gate.set()
+    poll(lambda: any(isinstance(event, DeviceFrame) for event in events), "the last word")
+    said = [event for event in events if getattr(event, "device", "") in ("a", "loud")]
+    assert said[SENDER_EVENTS:-1] == [DeviceStatus("a", will), *(DeviceMessage("a", word) for word in words)]
+    assert said[-1].frame.kind == "output"
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
-def test_invariants_are_checked_in_service_at_debug_level(bert, tmp_path, monkeypatch, caplog, level):
-    log = logging.getLogger(f"planner at {level}")
+def test_invariants_are_checked_in_service_at_debug_level(run, listen, monkeypatch, caplog, level):
+    site = f"level-{level}"
+    ear, log = listen(site), logging.getLogger(f"planner at {level}")
     log.setLevel(level)
-    config = PlannerConfig(
-        NOWHERE,
-        "checked",
-        PlannerOptions({"bert": bert.path}, home_assistant=None),
-        state_dir=tmp_path,
-        log=log,
-    )
-    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
     monkeypatch.setattr(CoordinatorSession, "assert_invariants", lambda _: 1 // 0)
-    started._run_guarded(lambda: started._handle(Tick()))
-    for connection in (started.control, started.channel, started.bulk):
-        connection.close()
-    errors = [record.exc_info[0] for record in caplog.records if record.exc_info]
-    assert errors == ([ZeroDivisionError] if level == logging.DEBUG else [])
+    run(site, log=log)
+    if level == logging.DEBUG:
+        poll(lambda: any(record.exc_info for record in caplog.records), "a broken invariant")
+    else:
+        ear.status("online")
+    errors = {record.exc_info[0] for record in caplog.records if record.exc_info}
+    assert errors == ({ZeroDivisionError} if level == logging.DEBUG else set())
 
 
-@pytest.fixture
-def said(unconnected, monkeypatch):
-    """What the planner that is not connected would publish to users."""
-    out = []
-    monkeypatch.setattr(unconnected.channel, "_publish", lambda answer: out.append(answer.reply))
-    return out
+def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(run, listen, monkeypatch):
+    acknowledged = queue.SimpleQueue()
+    monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.put(receipt))
+    ear = listen("cancels")
+    run("cancels")
+    ear.status("online")
+    ear.request(cancel="q1")
+    assert acknowledged.get(timeout=PATIENCE_S)
 
 
-def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
-    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
-    assert unconnected.reading.step()
-    (reply,) = said
-    assert json.loads(reply.payload)["id"] == "q1"
-    assert json.loads(reply.payload)["error"]["code"] == "overloaded"
+def test_each_client_has_its_turn_with_requests_and_with_answers(run, listen, monkeypatch):
+    """Turns themselves: tests/unit/service/test_service_threads.py."""
+    clients = set()
+    for method in ("submit", "submit_or_run"):
+        act = getattr(FairExecutor, method)
+
+        def noted(executor, client, *how, act=act, **more):
+            clients.add(client)
+            return act(executor, client, *how, **more)
+
+        monkeypatch.setattr(FairExecutor, method, noted)
+    ear = listen("fair")
+    run("fair")
+    ear.status("online")
+    for client in ("other", "me"):
+        ear.request(client, id="q1", text="a", deadline_ms=1)
+    assert ear.error("q1")
+    assert {"me/bert", "other/bert", "me"} <= clients
 
 
-@pytest.fixture
-def begun(unconnected, monkeypatch):
-    """The requests that the planner that is not connected has begun to compute."""
-    out = []
-    monkeypatch.setattr(unconnected.inbox, "offer", lambda event, _: out.append(event.request) or True)
-    return out
+def test_the_network_thread_parses_no_request_even_to_refuse_it(run, listen, monkeypatch, caplog):
+    threads, gate, refuse = [], threading.Event(), handler.RequestHandler.refuse_unread
+
+    def gated(*raw_and_error):
+        threads.append(threading.current_thread().name)
+        assert gate.wait(PATIENCE_S)
+        return refuse(*raw_and_error)
+
+    monkeypatch.setattr(handler.RequestHandler, "refuse_unread", gated)
+    monkeypatch.setattr(handler, "parse", None)
+    monkeypatch.setattr(planner, "UNREAD_BYTES", 1)
+    monkeypatch.setattr(planner, "MAX_UNREFUSED", 1)
+    ear = listen("refusing")
+    run("refusing")
+    ear.status("online")
+    ear.request(id="q1")
+    poll(lambda: threads, "the first is being refused")
+    for name in ("q2", "q3"):
+        ear.request(id=name)
+    poll(lambda: "untold" in caplog.text, "a request that not even a refusal has room for")
+    gate.set()
+    assert [ear.error(name) for name in ("q1", "q2")] == ["overloaded"] * 2
+    assert {name.rpartition("-")[0] for name in threads} == {"planner-refuser"}
 
 
-def answer_to(request, checkpoint):
-    request.outputs[0] = np.ones(checkpoint.spec.output_shape(request.batches[0].shape), np.float32)
-    return interface.AnswerRequest(request, Plan("bert", PlanVersion(1, 1), "single", ("a",), "a"), ())
-
-
-def ask(unconnected, **delivery):
-    body = json.dumps({"id": "q1", "text": "hello", **delivery}).encode()
-    unconnected._handle_message(unconnected.topics.request("bert", "me"), body)
-
-
-def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(unconnected, said, begun, bert):
-    topics = [unconnected.topics.response("bert", "me", name) for name in ("q1", "there")]
-    ask(unconnected)
-    ask(unconnected, reply_to=topics[1])
-    ask(unconnected, top_k=3)
-    while unconnected.reading.step():
-        continue
-    (request,) = begun
-    (refused,) = said
-    assert json.loads(refused.payload)["error"]["code"] == "id_in_use"
-    unconnected._execute(answer_to(request, bert))
-    while unconnected.answering.step():
-        continue
-    assert [reply.topic for reply in said[1:]] == topics
-    assert all(json.loads(reply.payload)["ok"] for reply in said[1:])
-
-
-def test_a_request_that_is_answered_while_its_repeat_is_read_is_computed_once(
-    unconnected, said, begun, bert, monkeypatch
-):
-    ask(unconnected)
-    assert unconnected.reading.step()
-    read = unconnected.handler.read_request
-
-    def read_slowly(*args):
-        result = read(*args)
-        unconnected._answer(answer_to(begun[0], bert))
-        return result
-
-    monkeypatch.setattr(unconnected.handler, "read_request", read_slowly)
-    ask(unconnected)
-    assert unconnected.reading.step()
-    assert len(begun) == 1
-    assert [json.loads(reply.payload)["ok"] for reply in said] == [True, True]
-
-
-def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, monkeypatch):
-    acknowledged = []
-    monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
-    topic, receipt = unconnected.topics.request("bert", "me"), Receipt(1, 7)
-    unconnected.channel.handle_delivery(Delivery(topic, b'{"cancel": "q1"}', receipt, repeated=False))
-    assert unconnected.reading.step()
-    assert acknowledged == [receipt]
-
-
-def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said, begun):
-    topics = unconnected.topics
-    for client in ("greedy", "greedy", "greedy", "small"):
-        unconnected._handle_message(topics.request("bert", client), b"not JSON")
-    assert unconnected.reading.step()
-    assert unconnected.reading.step()
-    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
-    for client in ("greedy", "greedy", "small"):
-        unconnected._handle_message(topics.request("bert", client), b'{"text": "a"}')
-    while unconnected.reading.step():
-        continue
-    for job in sorted(begun, key=lambda request: request.key.client):
-        unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
-    del said[:]
-    while unconnected.answering.step():
-        continue
-    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
-
-
-def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
-    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
-    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.handler.parse", None)
-        for name in ("q1", "q2"):
-            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
-    assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
-    assert unconnected.refusing.step()
-    assert json.loads(said[0].payload)["id"] == "q1"
-
-
-def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
-    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
-    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
-    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
-    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
-    assert unconnected.refusing.step()
-    answer = json.loads(said[0].payload)
-    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
-
-
-def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):
-    said = []
-    unconnected.control.publish = lambda topic, payload, *_: said.append((topic, decode_status(payload).state))
-    unconnected.away.clear()
+def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(run, listen, monkeypatch, caplog):
+    monkeypatch.setattr(planner, "DROPPED_TOPIC", "dropped")  # clients cannot publish the broker's own
+    ear = listen("dropping")
+    run("dropping")
+    ear.status("online")
     for count in (b"7", b"7", b"9", b"no number"):
-        unconnected._handle_message(DROPPED_TOPIC, count)
-    for act in waiting(unconnected.inbox):
-        act()
-    assert [record.args[0] for record in caplog.records] == [2]
-    assert said == [(unconnected.topics.planner_status(), "online")]
+        ear.say("dropped", count)
+    ear.status("online")
+    assert [record.args[0] for record in caplog.records if record.args and record.args[0] == 2]
 
 
-def test_a_broker_that_lost_the_planners_session_is_logged(unconnected, caplog):
-    unconnected.channel._handle_state(Connected(5, None))
-    unconnected.channel._handle_state(Connected(5, None, resumed=True))
-    assert not caplog.records, "the first connection of a planner has no session"
-    unconnected.channel._handle_state(Connected(5, None, resumed=False))
-    assert len(caplog.records) == 1
+def test_a_broker_that_lost_the_planners_session_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(base, "BACKOFF_S", (0.01, 0.05))
+    states, answers = queue.SimpleQueue(), SimpleNamespace(publish=lambda *_: None)
+
+    def answer(event, connection):
+        return Connack(0, present=connection == 1) if isinstance(event, Connect) else usual(event)
+
+    with contextlib.closing(PlayedBroker(answer)) as broker:
+        url = BrokerUrl.parse(broker.url)
+        channel = RequestChannel(url, "p", tmp_path / "r", answers, MessageDecoder("home"), print, states.put)
+        with contextlib.closing(channel):
+            channel.connect()
+            for warnings in (0, 0, 1):  # a planner has no session before its first connection
+                while not isinstance(states.get(timeout=PATIENCE_S), Connected):
+                    continue
+                assert len(caplog.records) == warnings
+                broker.cut()
 
 
-def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
-    stop, handled = threading.Event(), []
-    unconnected.inbox.post(stop.set)
-    monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
-    monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
-    unconnected._serve(stop)
-    assert handled == [Tick(has_backlog=True, heard_s=unconnected.control.heard_s)], (
-        "what is in the inbox may be a heartbeat"
-    )
+def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(run, listen, monkeypatch):
+    ticks = queue.SimpleQueue()
+    monkeypatch.setattr(planner, "TICK_S", 1000.0)
+    monkeypatch.setattr(CoordinatorSession, "due_s", 0.0)
+    monkeypatch.setattr(LastWillDebounce, "handle", lambda _, event, now: ticks.put(event) or [])
+    run("due")
+    while not getattr(ticks.get(timeout=PATIENCE_S), "has_backlog", False):  # what waits may be a heartbeat
+        continue
 
 
 def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):
@@ -506,8 +398,10 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
     ear.status("online")
     with monkeypatch.context() as patch:
         patch.setattr("hepti_mqtt.service.requests.read_input", None)
-        assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "remote"
-    assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
+        ear.request(id="q1", text="hello")
+        assert ear.error("q1") == "remote"
+    ear.request(id="q2", text="")
+    assert ear.error("q2") == "bad_request"
 
 
 def test_a_bad_model_and_a_bad_pin_end_it(bert, tmp_path):

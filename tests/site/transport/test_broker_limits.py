@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import socket
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
-from broker_kinds import needs_mosquitto
-from closed_broker import Someone
+from broker_kinds import needs_mosquitto, outer_address
 from limited_broker import mosquitto_with
+from site_processes import Voice
 
 from hepti_mqtt.core.errors import NetworkError, PacketLimitError
 from hepti_mqtt.embedded_broker import start_broker
@@ -42,14 +39,12 @@ def test_the_limit_of_a_broker_is_found(protocol):
     assert 100_000 * 15 / 16 <= packet_bytes <= 100_000
 
 
-def test_no_packet_at_the_border_costs_a_connection(tmp_path: Path) -> None:
+def test_no_packet_at_the_border_costs_a_connection(tmp_path):
     """Mosquitto's own limit since 2.1, and whole packets from a byte below it to five above."""
     with mosquitto_with(tmp_path, f"max_packet_size {LIMIT}") as broker:
         for protocol in (4, 5):
             url = BrokerUrl.parse(broker.url)
-            peer = Someone(url, protocol=protocol)
-            try:
-                peer.read(TOPIC)
+            with Voice(url, TOPIC, protocol=protocol) as peer:
                 largest = largest_packet(
                     url, client_id="pi", topic=f"{TOPIC}s", wanted_bytes=4_000_000, protocol=protocol
                 )
@@ -59,13 +54,11 @@ def test_no_packet_at_the_border_costs_a_connection(tmp_path: Path) -> None:
                     if packet_bytes > largest:
                         if protocol == 5:
                             with pytest.raises(PacketLimitError):
-                                peer.transport.publish(TOPIC, payload, 1)
+                                peer.say(TOPIC, payload)
                         continue  # 3.1.1 says nothing of a limit: who sends asks `largest_packet` first
-                    peer.transport.publish(TOPIC, payload, 1)
-                    assert len(peer.heard.get(timeout=20)[1]) == len(payload)
+                    peer.say(TOPIC, payload)
+                    assert len(peer.next()[1]) == len(payload)
                 assert peer.transport.counts().reconnections == 0
-            finally:
-                peer.close()
 
 
 def test_what_is_wanted_is_enough(broker):
@@ -89,25 +82,16 @@ def test_without_a_broker_there_is_no_limit_to_find():
     ],
     ids=["10", "1 of a large window", "ours", "Mosquitto's own", "no limit"],
 )
-def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacity: QueueCapacity | None) -> None:
+def test_the_capacity_is_found_exactly(tmp_path, lines, capacity):
     with mosquitto_with(tmp_path, *lines) as broker:
         assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
 
 
 @pytest.mark.parametrize(("lines", "count"), [(["max_queued_messages 10"], 1), ([], 0)], ids=["10", "enough"])
-def test_a_short_queue_is_logged_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, lines, count) -> None:
+def test_a_short_queue_is_logged_at_start(tmp_path, caplog, lines, count):
     with mosquitto_with(tmp_path, *lines) as broker:
         warn_of_limits(BrokerUrl.parse(broker.url), "planner", "t/1", logging.getLogger("test"))
     assert len([record for record in caplog.records if "max_queued_messages" in record.getMessage()]) == count
-
-
-@pytest.fixture(scope="module")
-def address():
-    for addresses in psutil.net_if_addrs().values():
-        for a in addresses:
-            if a.family == socket.AF_INET and not a.address.startswith("127."):
-                return a.address
-    pytest.skip("this machine has no address but the loopback one")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +102,8 @@ def test_loopback(host, is_it):
     assert is_loopback(host) is is_it
 
 
-def test_only_an_open_broker_is_told(address):
+def test_only_an_open_broker_is_told():
+    address = outer_address()
     with start_broker(address=address) as broker:
         url = BrokerUrl.parse(broker.url)
         said = open_broker_warning(url)

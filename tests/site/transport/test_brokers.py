@@ -1,4 +1,4 @@
-"""What every broker must do for us: the same tests over all that can be had here."""
+"""What every broker must do for us: the same tests over all that can be had here, on each kind of connection."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import pytest
 from hepti_mqtt.core.errors import NetworkError, RefusedError
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
+from hepti_mqtt.transport.base import Connected, Disconnected, Will
 from hepti_mqtt.transport.url import BrokerUrl
 
+CONNECTIONS = {"3.1.1": {"protocol": 4}, "5": {"protocol": 5}, "tensors": {"tensors": True}}
 
-@pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])
-def protocol(request, broker):
-    if broker.kind == "amqtt" and request.param == 5:
+
+@pytest.fixture(params=CONNECTIONS)
+def connect(request, broker, peers):
+    """Make connections of one kind, by default to the broker."""
+    if broker.kind == "amqtt" and request.param == "5":
         pytest.skip("amqtt speaks MQTT 3.1.1 only")
-    return request.param
+    return lambda url=broker.url, **how: peers(url, **CONNECTIONS[request.param], **how)
 
 
 @pytest.fixture
@@ -26,86 +29,81 @@ def topic():
     return f"t/{uuid.uuid4().hex}"
 
 
-def test_messages_of_any_size_arrive_unchanged_and_in_order(broker, protocol, topic, peers):
-    sender, receiver = peers(broker.url, protocol=protocol), peers(broker.url, protocol=protocol)
-    receiver.subscribe(f"{topic}/+")
-    sizes = [0, 1, 127, 128, 20_000, 2_100_000, 3]
-    payloads = [os.urandom(size) for size in sizes]
+def test_messages_of_any_size_arrive_unchanged_and_in_order(connect, topic):
+    sender, receiver = connect(), connect()
+    payloads = [os.urandom(size) for size in (0, 1, 127, 128, 4095, 4096, 20_000, 2_100_000, 3, 700_000, 700_000)]
     for qos in (0, 1):
+        receiver.read(f"{topic}/{qos}", qos=qos)
         for payload in payloads:
             sender.transport.publish(f"{topic}/{qos}", payload, qos)
-        assert [receiver.message() for _ in payloads] == [(f"{topic}/{qos}", payload) for payload in payloads]
-    packets = sum(publish_bytes(f"{topic}/0", size, qos) for size in sizes for qos in (0, 1))
-    assert sender.transport.counts().published_bytes == packets
-    if broker.kind != "amqtt":  # which raises messages to the QoS of the subscription
-        assert receiver.transport.counts().received_bytes == packets
-    assert (sender.transport.counts().published, receiver.transport.counts().received) == (14, 14)
+        assert [receiver.next() for _ in payloads] == [(f"{topic}/{qos}", payload) for payload in payloads]
+    packets = sum(publish_bytes(f"{topic}/{qos}", len(payload), qos) for payload in payloads for qos in (0, 1))
+    sent, received = sender.transport.counts(), receiver.transport.counts()
+    assert (sent.published_bytes, received.received_bytes) == (packets, packets)
+    assert sent.published == received.received == 2 * len(payloads)
 
 
 def test_the_newest_version_that_the_broker_speaks_is_chosen(broker, peers):
     assert peers(broker.url).connected.protocol == (4 if broker.kind == "amqtt" else 5)
+    assert peers(broker.url, tensors=True).connected.protocol == 4
 
 
-def test_a_retained_message_comes_to_later_subscribers(broker, protocol, topic, peers):
-    sender = peers(broker.url, protocol=protocol)
-    sender.subscribe(topic)
-    sender.transport.publish(topic, b"kept", 1, retain=True)
-    assert sender.message() == (topic, b"kept")
-    late = peers(broker.url, protocol=protocol)
-    late.subscribe(topic)
-    assert late.message() == (topic, b"kept")
-    sender.transport.publish(topic, b"", 1, retain=True)
-    assert sender.message() == (topic, b"")
+def test_a_retained_message_comes_to_later_subscribers(connect, topic):
+    sender = connect()
+    sender.read(topic)
+    sender.say(topic, b"kept", retain=True)
+    assert sender.next() == (topic, b"kept")
+    late = connect()
+    late.read(topic)
+    assert late.next() == (topic, b"kept")
+    sender.say(topic, b"", retain=True)
+    assert sender.next() == (topic, b"")
 
 
-def test_a_clean_close_sends_the_last_word_and_not_the_will(broker, protocol, topic, peers):
-    watcher = peers(broker.url, protocol=protocol)
-    watcher.subscribe(topic)
-    leaver = peers(broker.url, protocol=protocol, will=Will(topic, b"lost", retain=False))
+def test_a_clean_close_sends_the_last_word_and_not_the_will(connect, topic):
+    watcher = connect()
+    watcher.read(topic)
+    leaver = connect(will=Will(topic, b"lost", retain=False))
     for n in range(50):
-        leaver.transport.publish(topic, b"%d" % n, 1)
+        leaver.say(topic, b"%d" % n)
     leaver.transport.close(Will(topic, b"left", retain=False), timeout_s=10)
-    watcher.transport.publish(topic, b"end", 1)
-    assert [watcher.message()[1] for _ in range(52)] == [*(b"%d" % n for n in range(50)), b"left", b"end"]
+    watcher.say(topic, b"end")
+    assert [watcher.next()[1] for _ in range(52)] == [*(b"%d" % n for n in range(50)), b"left", b"end"]
 
 
-def test_after_a_restart_of_the_broker_subscriptions_are_made_again_first(broker, protocol, topic, peers):
-    sender, receiver = peers(broker.url, protocol=protocol), peers(broker.url, protocol=protocol)
-    token = receiver.subscribe(topic, f"{topic}/more")
-    gone = receiver.subscribe(f"{topic}/gone")
+def test_after_a_restart_of_the_broker_subscriptions_are_made_again_first(broker, connect, topic):
+    sender, receiver = connect(), connect()
+    made = receiver.read(topic, f"{topic}/more")
+    receiver.read(f"{topic}/gone")
     receiver.transport.unsubscribe([f"{topic}/gone"])
     broker.restart()
-    assert isinstance(receiver.await_state(Disconnected), Disconnected)
-    assert receiver.state() == Subscribed(token)
-    assert isinstance(receiver.state(), Connected)
-    sender.await_state(Connected)
+    receiver.state_of(Disconnected)
+    assert receiver.states.get(timeout=20.0) == made
+    assert isinstance(receiver.states.get(timeout=20.0), Connected)
+    sender.state_of(Connected)
     for place in (f"{topic}/gone", f"{topic}/more", topic):
-        sender.transport.publish(place, b"again", 1)
-    assert [receiver.message()[0] for _ in range(2)] == [f"{topic}/more", topic]
+        sender.say(place, b"again")
+    assert [receiver.next()[0] for _ in range(2)] == [f"{topic}/more", topic]
     assert receiver.transport.counts().reconnections == 1
-    assert gone != token
 
 
-def test_a_filter_left_is_silent_at_once(broker, protocol, topic, peers):
-    peer = peers(broker.url, protocol=protocol)
-    peer.subscribe(f"{topic}/a", f"{topic}/b")
+def test_a_filter_left_is_silent_at_once(connect, topic):
+    peer = connect()
+    peer.read(f"{topic}/a", f"{topic}/b")
     peer.transport.unsubscribe([f"{topic}/a"])
-    peer.transport.publish(f"{topic}/a", b"a", 1)
-    peer.transport.publish(f"{topic}/b", b"b", 1)
-    assert peer.message() == (f"{topic}/b", b"b")
+    peer.say(f"{topic}/a", b"a")
+    peer.say(f"{topic}/b", b"b")
+    assert peer.next() == (f"{topic}/b", b"b")
 
 
-def test_user_and_password_are_checked(broker, protocol, peers):
+def test_user_and_password_are_checked(broker, connect):
     with start_broker(broker.kind, users={"pi-1": "s3cret:/@ä"}) as guarded:
         assert guarded.kind == broker.kind
-
-        def connect(user, password):
-            url = BrokerUrl("127.0.0.1", guarded.port, user=user, password=password)
-            peers(url, protocol=protocol, connect=False).transport.connect()
-
-        connect("pi-1", "s3cret:/@ä")
+        place = ("127.0.0.1", guarded.port)
+        connect(BrokerUrl(*place, user="pi-1", password="s3cret:/@ä"))
         for user, password in (("pi-1", "wrong-one"), ("pi-2", "s3cret:/@ä"), (None, None)):
+            url = BrokerUrl(*place, user=user, password=password)
             with pytest.raises((RefusedError, NetworkError), match=f"127.0.0.1:{guarded.port}") as caught:
-                connect(user, password)
+                connect(url)
             assert isinstance(caught.value, RefusedError) or user is None
             assert not any(secret in str(caught.value) for secret in ("wrong-one", "s3cret"))

@@ -8,8 +8,7 @@ import socket
 import struct
 
 import pytest
-from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
-from mesh_nodes import PATIENCE_S
+from mesh_nodes import LIMIT, PATIENCE_S, TOPIC, is_closed, peek, stuff
 from mqtt_bytes import Anybody, connect, packet, plain_parse, publish, subscribe, unsubscribe
 
 from hepti_mqtt.transport.codec import Malformed, covers, is_filter, matches, text

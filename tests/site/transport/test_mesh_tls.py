@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe, topic
+from mesh_nodes import GRANTED, HOST, IN, KEY, PATIENCE_S, TOKEN, filters, joined, pump, readable, subscribe, topic
 
 from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.peer import Address, Joined, Refused
 from hepti_mqtt.transport.sockets import MeshTls
-
-KEY = ("bert", 1)
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +29,16 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def device(files):
-    """Make devices with TLS, or without; all are closed when the test ends."""
-    devices = []
+def device(files, nodes):
+    """Make a device with TLS."""
 
     def make(name, **options):
         tls = MeshTls.load(*files[name], **options)
-        devices.append(Node(name, tls=tls))
-        devices[-1].fingerprint = tls.fingerprint
-        return devices[-1]
+        (node,) = nodes(name, tls=tls)
+        node.fingerprint = tls.fingerprint
+        return node
 
-    yield make
-    for node in devices:
-        node.mesh.close()
+    return make
 
 
 @pytest.mark.parametrize("aes", [True, False])
@@ -58,35 +54,42 @@ def test_tensors_travel_encrypted(device, aes):
     b.mesh.publish(topic("b"), b"back")
     pump((a, b), lambda: len(b.messages) == len(sent) and a.messages)
     assert [data for _, _, data in b.messages] == [b"header" + data for data in sent]
-    line = b.mesh._peers["a"]._connection
-    assert line._sock.version() == ("TLSv1.3" if aes else "TLSv1.2")
-    assert ("CHACHA20" in line._sock.cipher()[0]) is not aes
+
+
+@pytest.mark.parametrize("aes", [True, False])
+def test_who_lacks_aes_asks_for_what_is_fast_without_it(device, files, aes):
+    b, serving = device("b", aes=aes), MeshTls.load(*files["a"], aes=True).serving
+    with socket.create_server((HOST, 0)) as listener:
+        b.mesh.join("a", KEY, Address(HOST, listener.getsockname()[1], "00"), TOKEN, filters("a", "b"))
+        pump((b,), lambda: readable(listener))
+        with ThreadPoolExecutor(1) as pool, listener.accept()[0] as plain:
+            secured = pool.submit(serving.wrap_socket, plain, server_side=True)
+            pump((b,), secured.done)
+            with secured.result() as sock:
+                assert sock.version() == ("TLSv1.3" if aes else "TLSv1.2")
+                assert ("CHACHA20" in sock.cipher()[0]) is not aes
 
 
 def test_another_certificate_gets_no_token(device, files):
     a, b = device("a"), device("b")
-    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, b.fingerprint), "secret", filters("a", "b"))
+    a.mesh.admit("b", KEY, TOKEN, filters("a", "b"))
+    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, b.fingerprint), TOKEN, filters("a", "b"))
     pump((a, b), lambda: b.mesh.stats()["a"].trouble)
     assert "another certificate" in b.mesh.stats()["a"].trouble
     assert b.events == []
-    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
+    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), TOKEN, filters("a", "b"))
     pump((a, b), joined(b))
 
 
-def test_never_plain_where_one_side_wants_tls(device):
-    a, plain = device("a"), Node("b")
-    try:
-        a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-        plain.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
-        a.mesh.join("b", KEY, Address(HOST, plain.mesh.port), "secret", filters("b", "a"))
-        pump((a, plain), lambda: a.events_of(Refused) and plain.events_of(Refused))
-        assert plain.events_of(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
-        assert a.events_of(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
-        assert plain.mesh._by_fd == a.mesh._by_fd == {}
-        assert a.events_of(Joined) == []
-    finally:
-        plain.mesh.close()
+@pytest.mark.parametrize(("is_plain", "fingerprint"), [(True, "00"), (False, "")])
+def test_never_plain_where_one_side_wants_tls(device, nodes, is_plain, fingerprint):
+    asking = nodes("b")[0] if is_plain else device("b")
+    with socket.create_server((HOST, 0)) as listener:
+        place = Address(HOST, listener.getsockname()[1], fingerprint)
+        asking.mesh.join("a", KEY, place, TOKEN, filters("a", "b"))
+        pump((asking,), lambda: asking.events_of(Refused))
+        assert not readable(listener), "it does not even connect"
+    assert not asking.events_of(Joined)
 
 
 def test_who_speaks_no_tls_is_rejected(device):
@@ -97,22 +100,16 @@ def test_who_speaks_no_tls_is_rejected(device):
                 continue
 
 
-def test_an_endpoint_that_speaks_no_tls_is_given_up(device):
+def test_an_endpoint_that_speaks_no_tls_is_given_up(device, played):
     b = device("b")
-    with socket.create_server((HOST, 0)) as listener:
-        b.mesh.join("a", KEY, Address(HOST, listener.getsockname()[1], "00"), "secret", filters("a", "b"))
-        pump((b,), lambda: b.mesh._peers["a"]._secured is not None)
-        sock, _ = listener.accept()
-        with sock:
-            said = sock.recv(1000)
-            sock.sendall(b"\x20\x02\0\0\x90\x03\0\x01\0")
-            pump((b,), lambda: b.mesh.stats()["a"].trouble)
-    assert b"secret" not in said
-    assert "no TLS" in b.mesh.stats()["a"].trouble
+    b.mesh.join("a", KEY, Address(HOST, played.place.port, "00"), TOKEN, filters("a", "b"))
+    assert TOKEN.encode() not in played.accept(b)
+    played.sock.sendall(IN + GRANTED)
+    pump((b,), lambda: "no TLS" in b.mesh.stats()["a"].trouble)
 
 
 def test_files_that_are_no_key_are_named(files, tmp_path):
-    with pytest.raises(ConfigError, match="are not this device's certificate"):
+    with pytest.raises(ConfigError, match=str(files["a"][0])):
         MeshTls.load(files["a"][0], files["b"][1])
     with pytest.raises(ConfigError, match="nothing here"):
         MeshTls.load(tmp_path / "nothing here", files["a"][1])

@@ -7,20 +7,9 @@ import ssl
 
 import pytest
 from broker_kinds import needs_mosquitto
-from relay import Relay
 
 from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.transport.url import BrokerUrl
-
-
-@pytest.fixture
-def tls_port(certificate, mosquitto):
-    """A port that speaks TLS in front of the broker."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    relay = Relay(mosquitto.port, context)
-    yield relay.port
-    relay.close()
 
 
 @pytest.mark.parametrize(
@@ -28,41 +17,36 @@ def tls_port(certificate, mosquitto):
     [{"protocol": 4}, pytest.param({"protocol": 5}, marks=needs_mosquitto), {"tensors": True}],
     ids=["3.1.1", "5", "tensors"],
 )
-def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers):
-    peer = peers(f"mqtts://127.0.0.1:{tls_port}?ca={certificate[0]}", **options)
+def test_tls_with_the_authority_of_the_url(options, relays, encrypted, certificate, peers):
+    peer = peers(f"mqtts://127.0.0.1:{relays(tls=encrypted).port}?ca={certificate[0]}", **options)
     qos = 0 if "tensors" in options else 1
-    peer.subscribe("tls", qos=qos)
+    peer.read("tls", qos=qos)
     payloads = [b"", b"x", bytes(3_000_000), b"y"]
     for payload in payloads:
         peer.transport.publish("tls", payload, qos)
-    assert [bytes(peer.message()[1]) for _ in payloads] == payloads
+    assert [peer.next()[1] for _ in payloads] == payloads
 
 
 @pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(
-    certificate, mosquitto, peers, tensors, shown
+    certificate, encrypted, relays, peers, tensors, shown
 ):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    context.load_verify_locations(certificate[0])
-    context.verify_mode = ssl.CERT_REQUIRED
+    encrypted.load_verify_locations(certificate[0])
+    encrypted.verify_mode = ssl.CERT_REQUIRED
     own = f"&cert={certificate[0]}&key={certificate[1]}" if shown else ""
-    with contextlib.closing(Relay(mosquitto.port, context)) as relay:
-        peer = peers(f"mqtts://127.0.0.1:{relay.port}?ca={certificate[0]}{own}", connect=False, tensors=tensors)
-        with contextlib.nullcontext() if shown else pytest.raises(NetworkError):
-            peer.transport.connect()
-        peer.transport.close()
+    url = f"mqtts://127.0.0.1:{relays(tls=encrypted).port}?ca={certificate[0]}{own}"
+    with contextlib.nullcontext() if shown else pytest.raises(NetworkError):
+        peers(url, tensors=tensors)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port, peers):
-    url = BrokerUrl("127.0.0.1", tls_port, tls=True)
+def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, relays, encrypted, peers):
+    url = BrokerUrl("127.0.0.1", relays(tls=encrypted).port, tls=True)
     with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
-        peers(url, connect=False, tensors=tensors).transport.connect()
+        peers(url, tensors=tensors)
 
 
 def test_tls_to_a_port_without_it_is_a_network_error(mosquitto, peers):
-    url = BrokerUrl("127.0.0.1", mosquitto.port, tls=True)
     with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):
-        peers(url, connect=False).transport.connect(5)
+        peers(BrokerUrl("127.0.0.1", mosquitto.port, tls=True))

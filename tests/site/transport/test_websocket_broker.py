@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import getpass
 import socket
-import ssl
 import subprocess
 import threading
 from types import SimpleNamespace
 
 import pytest
 from broker_kinds import mosquitto_or_skip
-from relay import Relay
 from site_processes import PATIENCE_S, Site
 
 from hepti_mqtt.checkpoint import make_model
@@ -47,56 +45,56 @@ def ports(tmp_path_factory):
             process.terminate()
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.fixture
+def urls(ports, relays, encrypted, certificate):
+    """Make a relay to the WebSockets, with TLS or without; returns it and its URL."""
+
+    def make(secure):
+        relay = relays(ports[1], encrypted if secure else None)
+        place = f"127.0.0.1:{relay.port}"
+        return relay, f"wss://{place}?ca={certificate[0]}" if secure else f"ws://{place}"
+
+    return make
+
+
+@pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize(
     "options", [{"protocol": 4}, {"protocol": 5}, {"tensors": True}], ids=["3.1.1", "5", "tensors"]
 )
-def test_messages_pass_through_a_websocket(options, encrypted, ports, certificate, peers):
-    context = None
-    if encrypted:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*certificate)
-    with contextlib.closing(Relay(ports[1], context)) as relay:
-        scheme, query = ("wss", f"?ca={certificate[0]}") if encrypted else ("ws", "")
-        peer = peers(f"{scheme}://127.0.0.1:{relay.port}{query}", **options)
-        other = peers(f"mqtt://127.0.0.1:{ports[0]}")
-        qos = 0 if "tensors" in options else 1
-        # Mosquitto 2.0 sends 40 kB/s through a WebSocket: what is large goes the other way.
-        for receiver, payloads in (
-            (peer, [b"", b"x", bytes(range(256)) * 16]),
-            (other, [bytes(range(256)) * 12_000, b"y" * 65_536, b"z"]),
-        ):
-            receiver.subscribe(receiver.transport.client_id, qos=qos)
-            for payload in payloads:
-                peer.transport.publish(receiver.transport.client_id, payload, qos)
-            assert [bytes(receiver.message()[1]) for _ in payloads] == payloads
+def test_messages_pass_through_a_websocket(options, secure, ports, urls, peers):
+    peer, other = peers(urls(secure)[1], **options), peers(f"mqtt://127.0.0.1:{ports[0]}")
+    qos = 0 if "tensors" in options else 1
+    # Mosquitto 2.0 sends 40 kB/s through a WebSocket: what is large goes the other way.
+    for receiver, payloads in (
+        (peer, [b"", b"x", bytes(range(256)) * 16]),
+        (other, [bytes(range(256)) * 12_000, b"y" * 65_536, b"z"]),
+    ):
+        receiver.read(receiver.transport.client_id, qos=qos)
+        for payload in payloads:
+            peer.transport.publish(receiver.transport.client_id, payload, qos)
+        assert [receiver.next()[1] for _ in payloads] == payloads
 
 
-def test_planner_agent_and_client_meet_over_wss(ports, certificate, tmp_path):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    with contextlib.closing(Relay(ports[1], context)) as relay:
-        broker = SimpleNamespace(url=f"wss://127.0.0.1:{relay.port}?ca={certificate[0]}")
-        with contextlib.closing(
-            Site(tmp_path, broker, {"m": make_model("tiny-minilm", tmp_path / "m", layers=1)})
-        ) as site:
-            site.planner()
-            site.agent("a")
-            with Hepti.connect(site.url, site.name) as hepti:
-                answer = hepti.infer("m", ids=[7, 8, 9], timeout_s=PATIENCE_S)
+def test_planner_agent_and_client_meet_over_wss(urls, tmp_path):
+    broker = SimpleNamespace(url=urls(True)[1])
+    with Site(tmp_path, broker, {"m": make_model("tiny-minilm", tmp_path / "m", layers=1)}) as site:
+        site.planner()
+        site.agent("a")
+        with Hepti.connect(site.url, site.name) as hepti:
+            answer = hepti.infer("m", ids=[7, 8, 9], timeout_s=PATIENCE_S)
     assert list(answer.plan["devices"]) == ["a"]
     assert answer.embedding.size
 
 
-def test_a_websocket_that_is_cut_comes_back_with_its_subscriptions(ports, peers):
-    with contextlib.closing(Relay(ports[1])) as relay:
-        peer = peers(f"ws://127.0.0.1:{relay.port}")
-        peer.subscribe("a")
-        relay.cut()
-        peer.await_state(Disconnected)
-        peer.await_state(Connected)
-        peer.transport.publish("a", b"after", 1)
-        assert peer.message() == ("a", b"after")
+def test_a_websocket_that_is_cut_comes_back_with_its_subscriptions(urls, peers):
+    relay, url = urls(False)
+    peer = peers(url)
+    peer.read("a")
+    relay.cut()
+    peer.state_of(Disconnected)
+    peer.state_of(Connected)
+    peer.say("a", b"after")
+    assert peer.next() == ("a", b"after")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,6 @@ def test_what_is_no_websocket_is_a_network_error(answer, peers):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        peer = peers(f"ws://127.0.0.1:{listener.getsockname()[1]}", connect=False, protocol=5)
         with pytest.raises(NetworkError):
-            peer.transport.connect(PATIENCE_S)
+            peers(f"ws://127.0.0.1:{listener.getsockname()[1]}", protocol=5)
         thread.join(PATIENCE_S)

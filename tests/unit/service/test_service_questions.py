@@ -103,7 +103,9 @@ def test_a_question_is_answered_as_by_the_reference(case, golden, tmp_path):
     assert_alike(OURS[kind](reply), theirs(kind, golden[case.name]))
 
 
-@pytest.mark.parametrize("name", ["entities: simple", "answers: bert", "vectors: dense twice"])
+@pytest.mark.parametrize(
+    "name", ["pairs: bert", "rank: sigmoid", "entities: simple", "answers: bert", "vectors: dense twice"]
+)
 def test_devices_together_answer_as_the_reference(name, golden, tmp_path):
     """In several runs, as the coordinator packs the sentences of a request."""
     (case,) = (case for case in CASES if case.name == name)
