@@ -167,10 +167,10 @@ def explain(run, site):
     ids=str,
 )
 def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(explain, wrong):
-    code, both = explain()
+    code, both, _ = explain()
     assert code == 0
     assert re.search(r"\bb\b", both)
-    code, now = explain(**wrong)
+    code, now, _ = explain(**wrong)
     assert code == 0
     if "heartbeat" not in wrong:
         assert not re.search(r"\bb\b", now), "a refused device is left out"
