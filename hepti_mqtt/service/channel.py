@@ -310,9 +310,8 @@ LOOK_S: Final = 5.0  # after the start, so that the probe delays nothing
 CLOSED_S: Final = 0.5  # timeout of the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
 RESEND_FOR_S: Final = 20.0  # clients resubscribe within this time after a broker crash that lost subscriptions
-LOST_S: Final = (
-    60.0  # limit for reading a request and resending its answer; at other times the journal lists the request
-)
+# Limit for reading a request and resending its answer; at other times the journal lists the request.
+LOST_S: Final = 60.0
 
 
 class RequestChannel:

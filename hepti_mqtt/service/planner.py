@@ -220,9 +220,8 @@ class _Planner:
         self.answering = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
         self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
         self.searching = FairExecutor("planner-search", 1, self._run_guarded)
-        self.hurried = FairExecutor(
-            "planner-hurried", 1, self._run_guarded
-        )  # so that short searches do not wait for a long search
+        # So that short searches do not wait for a long search.
+        self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)
         self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.answering.idle))
         self.failure: HeptiError | None = None
         self._make_connections(f"hepti-{config.site}-planner")
@@ -366,9 +365,8 @@ class _Planner:
         # Hashing the payload and searching it for an id would block this thread.
         refuse = partial(self._refuse_unread, raw, error)
         drop = partial(self._drop, "untold", f"a request of {raw.client}, unanswered")
-        nbytes = min(
-            len(raw.payload), MAX_UNREFUSED_BYTES
-        )  # so that a larger request can be refused, if no other waits
+        # So that a larger request can be refused, if no other waits.
+        nbytes = min(len(raw.payload), MAX_UNREFUSED_BYTES)
         self.refusing.submit(raw.client, refuse, nbytes, drop)
 
     def _drop(self, kind: str, what: str) -> None:
@@ -655,9 +653,8 @@ class _Planner:
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
             plans = [self.shown[name].active if name in self.shown else None for name in self.models]
-            self.channel.set_sharing(
-                None not in plans
-            )  # only with a plan for every model: other planners answer until then
+            # Only with a plan for every model: other planners answer until then.
+            self.channel.set_sharing(None not in plans)
 
     def _save_state(self, texts: Iterable[HeldText]) -> None:
         """Save the plans for the next planner, including plans of models that have not served yet."""
