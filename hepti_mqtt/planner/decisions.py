@@ -53,9 +53,8 @@ class Rule:
     tried_s: float = 3600.0  #: least time between two trials of a method
     # A switch inside a request.
     least_rest_s: float = 1.0  #: a request with less time left ends under its plan
-    lead_blocks: int = (
-        2  #: after the farthest block: devices differ by one block, and start another before the message arrives
-    )
+    #: After the farthest block: devices differ by one block, and start another before the message arrives.
+    lead_blocks: int = 2
     handover_s: float = 0.1  #: message to all devices, Programs of the rest, frames at the border without their bytes
     text_left: float = 0.5  #: expected part of the tokens that a text may still have
     # When the rule is evaluated.

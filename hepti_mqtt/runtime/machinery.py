@@ -155,9 +155,8 @@ class Publish(NamedTuple):
     qos: int
     plane: Plane | Literal["mesh"] = "control"
     retain: bool = False
-    body: memoryview = (
-        _NOTHING  #: view of a tensor's array, sent after `payload` without a copy; valid until the next op
-    )
+    #: View of a tensor's array, sent after `payload` without a copy; valid until the next op.
+    body: memoryview = _NOTHING
 
     @property
     def joined_payload(self) -> bytes:

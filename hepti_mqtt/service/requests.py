@@ -333,9 +333,8 @@ def _decoded(
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
-    usual = (
-        MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS
-    )  # a chat model ends its answer with an end token
+    # A chat model ends its answer with an end token.
+    usual = MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS
     most, is_bound = request.get("max_new_tokens", usual), "fit" in request or "max_new_tokens" not in request
     if most > MAX_NEW_TOKENS and not is_bound:
         raise RequestError(

@@ -69,9 +69,8 @@ class FormerPlans:
     """Former plans that may serve again."""
 
     released: tuple[Plan, ...] = ()  #: last first; devices keep their weights while they have room
-    recalled: EarlierPlan | None = (
-        None  #: while no plan serves: the plan that served last, also under an earlier planner
-    )
+    #: While no plan serves: the plan that served last, also under an earlier planner.
+    recalled: EarlierPlan | None = None
     recall_by_s: float = -inf  #: until then searches wait for that plan and its devices
 
     def note_released(self, plan: Plan) -> None:

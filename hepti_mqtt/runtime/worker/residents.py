@@ -174,9 +174,8 @@ class ResidentPlan:
     prebuild_shapes: deque[RequestShape]  #: shapes to build while idle
     mesh_sources: tuple[Peer, ...] = ()  #: peers that send frames directly
     frame_key: FrameKey = UNKEYED  #: key of all frames of the plan
-    matrices: Mapping[WeightRef, WeightRef] = field(
-        default_factory=dict
-    )  #: resident range that each range is a view of
+    #: Resident range that each range is a view of.
+    matrices: Mapping[WeightRef, WeightRef] = field(default_factory=dict)
     weights: Mapping[WeightRef, Weight] | None = None
     loaded: bool = False  #: weights and urgent Programs are resident
     filters_acknowledged: bool = False
