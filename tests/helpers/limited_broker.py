@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 from broker_kinds import mosquitto_or_skip
-from site_processes import free_port, poll
+from site_processes import free_port, listens, poll
 
 
 @contextlib.contextmanager
@@ -24,13 +23,8 @@ def mosquitto_with(directory: Path, *lines: str) -> Iterator[SimpleNamespace]:
     with (directory / "mosquitto.log").open("wb") as log:
         process = subprocess.Popen([program, "-c", file], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        poll(lambda: _listens(port), "the broker")
+        poll(lambda: listens(port), "the broker")
         yield SimpleNamespace(url=f"mqtt://127.0.0.1:{port}", kind="mosquitto")
     finally:
         process.kill()
         process.wait()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as knock:
-        return knock.connect_ex(("127.0.0.1", port)) == 0

@@ -99,6 +99,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as knock:
+        return knock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def start_hepti(arguments: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
     """Start `hepti ARGUMENTS`; how: as for `Popen`. Long runs begin as a user does: some measure memory."""
     if forked.POSSIBLE and "tests/site/" in os.environ.get("PYTEST_CURRENT_TEST", ""):
@@ -149,7 +154,7 @@ class Site:
         """Start a service with a port of its own; return the port when it listens."""
         port = free_port()
         self.start(name or command, command, "--port", str(port), *arguments)
-        poll(lambda: "listening" in self.log(name or command), f"the start of {command}")
+        poll(lambda: listens(port), f"the start of {command}")
         return port
 
     def reference(self, model: str, part: str = "", **request: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,32 +20,23 @@ PROGRAM = Path(__file__).parent.parent / "helpers" / "shifted_clock.py"
 class ShiftedSite(Site):
     """Every process has a clock of its own, which `shift` sets."""
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name, *arguments, **_):
         if not (file := self.directory / f"{name}.clock").exists():
             file.write_text("0")
-        with (self.directory / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(file), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                cwd=self.directory,
-            )
-        return self.running[name]
+        return super().start(name, *arguments, program=[sys.executable, str(PROGRAM), str(file)])
 
-    def shift(self, name: str, days: float) -> None:
+    def shift(self, name, days):
         new = self.directory / f"{name}.new"
         new.write_text(str(days * DAY))
         os.replace(new, self.directory / f"{name}.clock")
 
-    def restart(self, name: str) -> None:
+    def restart(self, name):
         self.kill(name)
         self.planner() if name == "planner" else self.agent(name)
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShiftedSite]:
+def site(tmp_path, monkeypatch):
     model = make_model("tiny-bert", tmp_path / "tiny", seed=3)
     monkeypatch.setattr("site_processes.Site", ShiftedSite)
     for name, days in (("planner", 40), ("a", -60)):
@@ -55,12 +44,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShiftedSit
     yield from running_site(tmp_path, {"tiny": model}, {"a": "300MiB"})  # type: ignore[misc]
 
 
-def test_requests_are_answered_and_the_odd_clock_is_named(
-    site: ShiftedSite, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_are_answered_and_the_odd_clock_is_named(site, capsys):
     with Hepti.connect(site.url, site=SITE) as hepti:
 
-        def ask() -> bool:
+        def ask():
             return bool(hepti.infer("tiny", ids=[4, 5, 6], timeout_s=PATIENCE_S).raw["ok"])
 
         assert ask()
@@ -72,13 +59,13 @@ def test_requests_are_answered_and_the_odd_clock_is_named(
         poll(lambda: odd(hepti) == {"a"}, "one odd clock")
         for command in (["devices", "--wait", "3"], ["doctor"]):
 
-            def said(command: list[str] = command) -> str:
+            def said(command=command):
                 main([command[0], "--broker", site.url, "--site", SITE, *command[1:]])
                 return " ".join(capsys.readouterr().out.split())
 
             poll(lambda said=said: "the clock of a is 60 days behind" in said(), f"the clock in {command[0]}")
 
 
-def odd(hepti: Hepti) -> set[str]:
+def odd(hepti):
     """Return whose clocks are said to be wrong."""
     return {line.removeprefix("the clock of ").rpartition(" is ")[0] for line in hepti.odd_clocks(hepti.devices(1.0))}

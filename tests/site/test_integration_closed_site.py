@@ -5,13 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from closed_broker import ClosedSite, closed_broker
-from site_processes import PATIENCE_S, SITE, free_port, poll, wait_for_plans
+from site_processes import PATIENCE_S, SITE, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import COMMANDS, main
@@ -25,7 +23,7 @@ NOT_AT_A_BROKER = {"completion", "simulate", "model", "bench", "lab", "site", "b
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedSite]:
+def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("closed")
     model = make_model("tiny-bert", directory / "model", seed=3)
     with (
@@ -41,10 +39,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedSite]:
 
 
 @pytest.fixture
-def run(site: ClosedSite, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(site, capsys, monkeypatch):
     """Run `hepti ARGUMENTS` with a user's login: exit code, stdout, stderr."""
 
-    def run(user: str, *arguments: str) -> tuple[int, str, str]:
+    def run(user, *arguments):
         monkeypatch.setenv("HEPTI_BROKER", str(site.folder.login(user)))
         monkeypatch.setenv("HEPTI_SITE", SITE)
         code = main(arguments)
@@ -75,13 +73,13 @@ RUNS = [
 ]
 
 
-def test_no_command_is_left_out() -> None:
+def test_no_command_is_left_out():
     ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway", "dashboard", "wyoming"}
     assert set(COMMANDS) - NOT_AT_A_BROKER <= ran
 
 
 @pytest.mark.parametrize(("user", "command", "code"), RUNS, ids=lambda value: str(value).replace(" ", "-")[:40])
-def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, command: str, code: int) -> None:
+def test_a_command(site, run, tmp_path, user, command, code):
     words = {"MODEL": str(site.models["tiny"]), "CACHE": str(tmp_path), "SITES": str(ROOT / "configs" / "sites")}
     for word, value in words.items():
         command = command.replace(word, value)
@@ -91,7 +89,7 @@ def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, comman
     assert (BrokerUrl.parse(str(site.folder.login(user))).password or "?") not in out + err
 
 
-def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
+def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site):
     row = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"], "route": "mesh"}
     with Hepti.connect(str(site.folder.login("alice")), site=SITE) as hepti:
         version = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["version"]
@@ -101,12 +99,10 @@ def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site:
     assert by_device["a"]["endpoint"]["fingerprint"] != by_device["b"]["endpoint"]["fingerprint"]
 
 
-def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
+def test_a_gateway_asks_as_its_user(site):
     body = json.dumps({"model": "tiny", "input": "hello"})
     for user, status in (("alice", 200), ("hall", 502)):
-        port = free_port()
-        site.start(user, "gateway", "--port", str(port), "--timeout", "20")
-        poll(lambda user=user: "listening" in site.log(user), "the gateway's start")
+        port = site.serve("gateway", "--timeout", "20", name=user)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
         assert connection.getresponse().status == status
@@ -114,10 +110,8 @@ def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
         site.stop(user)
 
 
-def test_a_service_of_speech_describes_itself_as_its_user(site: ClosedSite) -> None:
-    port = free_port()
-    site.start("alice", "wyoming", "--port", str(port))
-    poll(lambda: "Wyoming" in site.log("alice"), "the service's start")
+def test_a_service_of_speech_describes_itself_as_its_user(site):
+    port = site.serve("wyoming", name="alice")
     with (
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection,
         connection.makefile("rb") as said,
@@ -127,7 +121,14 @@ def test_a_service_of_speech_describes_itself_as_its_user(site: ClosedSite) -> N
     site.stop("alice")
 
 
-def test_python_asks_as_its_user(site: ClosedSite) -> None:
+def test_passwords_stay_out_of_logs_and_arguments(site):
+    for name in ("planner", "a", "b"):
+        password = BrokerUrl.parse(str(site.folder.login(name))).password
+        assert password
+        assert password not in site.log(name) + "".join(site.running[name].args)  # type: ignore[arg-type]
+
+
+def test_python_asks_as_its_user(site):
     with Hepti.connect(str(site.folder.login("alice")), site=SITE) as one:
         assert one.client_id == "alice"
         with Hepti.connect(str(site.folder.login("alice")), site=SITE) as other:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, running_site
+from site_processes import PATIENCE_S, SITE, running_site
 
 from device_agent.machine import LOADING_BYTES
-from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.planner.price import peak_bytes
 from hepti_mqtt.strategies.plan_programs import make_plan
 
@@ -27,14 +22,14 @@ MOST = 5
 pytestmark = pytest.mark.nightly
 
 
-def needs(spec: Spec, divides_embeddings: bool) -> list[int]:
+def needs(spec, divides_embeddings):
     template = Plan("m", PlanVersion(1, 1), "decoder", AGENTS, "a")
     plan = make_plan(spec, template, "decoder", {}, (1.0, 1.0, 1.0), divides_embeddings=divides_embeddings)
     return [peak_bytes(spec, plan, name, in_flight=2) for name in AGENTS]
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tmp_path, monkeypatch):
     kind = make.KINDS["tiny-mistral"]
     monkeypatch.setitem(make.KINDS, "wide", replace(kind, config={**kind.config, "vocab_size": WORDS}))
     model = make_model("wide", tmp_path / "model", seed=3)
@@ -45,15 +40,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     yield from running_site(tmp_path, {"m": model}, dict.fromkeys(AGENTS, str(room)))
 
 
-def test_a_text_is_that_of_the_whole_table(site: Site) -> None:
-    with Checkpoint.open(site.models["m"], "m") as checkpoint:
-        expected, stored = list[int](), checkpoint.tensors()
-        for _ in range(MOST):
-            shape, inputs = models.single_sequence(checkpoint.spec, np.array([*PROMPT, *expected], np.int32))
-            expected.append(int(models.reference(checkpoint.spec, stored, inputs, shape)[1].argmax()))
+def test_a_text_is_that_of_the_whole_table(site):
     with Hepti.connect(site.url, site=SITE) as hepti:
         record = hepti.wait_ready("m", PATIENCE_S, lambda record: record["active"] is not None)
         assert sorted(record["active"]["devices"]) == [*AGENTS]
         assert "embeddings" in record["active"]["ranges"]
         answer = hepti.infer("m", ids=PROMPT, max_new_tokens=MOST, report=True, timeout_s=PATIENCE_S)
-    assert answer.result["ids"] == expected
+    assert answer.result["ids"] == site.continued("m", PROMPT, MOST)

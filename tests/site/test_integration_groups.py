@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from broker_kinds import broker_of
@@ -18,27 +16,24 @@ CLUSTER, GROUPS, REQUESTS = "cluster", ("left", "right"), 12
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Site]]:
+def groups(tmp_path_factory):
     directory = tmp_path_factory.mktemp("groups")
     model = make_model("tiny-bert", directory / "model", seed=5)
-    with broker_of("mosquitto") as broker:
+    with broker_of("mosquitto") as broker, ExitStack() as stack:
         sites_of_groups = {}
-        try:
-            for name in GROUPS:
-                (directory / name).mkdir()
-                sites_of_groups[name] = Site(directory / name, broker, {"tiny": model}, name=name)
-                sites_of_groups[name].planner("--shared", CLUSTER)
-                sites_of_groups[name].agent(f"{name}-device")
-            for name in GROUPS:
-                with Hepti.connect(broker.url, site=name, client_id="looker") as own:
-                    own.wait_ready("tiny", 3 * PATIENCE_S)
-            yield sites_of_groups
-        finally:
-            for site in sites_of_groups.values():
-                site.close()
+        for name in GROUPS:
+            (directory / name).mkdir()
+            site = stack.enter_context(Site(directory / name, broker, {"tiny": model}, name))
+            site.planner("--shared", CLUSTER)
+            site.agent(f"{name}-device")
+            sites_of_groups[name] = site
+        for name in GROUPS:
+            with Hepti.connect(broker.url, site=name, client_id="looker") as own:
+                own.wait_ready("tiny", 3 * PATIENCE_S)
+        yield sites_of_groups
 
 
-def group_of(answer) -> str:
+def group_of(answer):
     (device,) = answer.plan["devices"]
     return device.removesuffix("-device")
 
@@ -48,7 +43,7 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
     with Hepti.connect(url, site=CLUSTER, client_id="me") as hepti:
         assert hepti.models(PATIENCE_S) == ["tiny"]
 
-        def both() -> bool:
+        def both():
             return len({group_of(hepti.infer("tiny", ids=[5, 6, 7], timeout_s=PATIENCE_S)) for _ in range(4)}) == 2
 
         poll(both, "an answer of both groups")
@@ -74,7 +69,7 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
 
 
 @pytest.mark.parametrize(("shared", "broker"), [("lonely", None), (CLUSTER, "amqtt")])
-def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path: Path, groups, shared, broker):
+def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path, groups, shared, broker):
     with (
         broker_of(broker) if broker else nullcontext(groups["left"].broker) as broker_of_group,
         Site(tmp_path, broker_of_group, groups["left"].models, name="lonely") as lonely,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
-from site_processes import PATIENCE_S, Site, running_site
+from site_processes import PATIENCE_S, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -22,12 +20,12 @@ MEMORY: Final = "100MiB"
 class Restarts:
     """A site of which processes start again, and the tokens of an undisturbed run."""
 
-    def __init__(self, site: Site, pins: tuple[str, ...]) -> None:
+    def __init__(self, site, pins):
         self.site, self._pins = site, pins
         self.tokens, cached = self.answered()
         assert cached == 0
 
-    def answered(self) -> tuple[list[int], int]:
+    def answered(self):
         """Return the tokens that follow a prompt, and how many of the prompt's tokens were cached."""
         with Hepti.connect(self.site.url, self.site.name) as hepti:
             hepti.wait_ready("tiny", PATIENCE_S)
@@ -35,27 +33,25 @@ class Restarts:
         assert {*answer.plan["devices"]} == {*AGENTS}
         return answer.raw["result"]["ids"], answer.raw["cached_tokens"]
 
-    def start(self, *names: str) -> None:
+    def start(self, *names):
         for name in names:
             self.site.planner(*self._pins) if name == "planner" else self.site.agent(name, MEMORY)
 
-    def again(self, end: Callable[[str], object], *names: str) -> None:
+    def again(self, end, *names):
         for name in names:
             end(name)
         self.start(*names)
 
 
 @pytest.fixture
-def restarts(tmp_path: Path) -> Iterator[Restarts]:
+def restarts(tmp_path):
     pins = ("--strategy", "decoder", "--devices", ",".join(AGENTS))
     model = make_model("tiny-llama", tmp_path / "model", 3)
     for site in running_site(tmp_path, {"tiny": model}, dict.fromkeys(AGENTS, MEMORY), planner=pins):
         yield Restarts(site, pins)
 
 
-def test_a_text_goes_on_after_restarts_and_begins_again_after_kills_and_for_another_model(
-    restarts: Restarts, tmp_path: Path
-) -> None:
+def test_a_text_goes_on_after_restarts_and_begins_again_after_kills_and_for_another_model(restarts, tmp_path):
     with Hepti.connect(restarts.site.url, restarts.site.name) as hepti:
         shares = hepti.plan("tiny")["active"]["ranges"]
     assert len({stop - start for ranges in shares.values() for start, stop in ranges}) > 1, "uneven shares"

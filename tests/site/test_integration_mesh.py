@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from pathlib import Path
+import ctypes
+import os
+import socket
 
 import numpy as np
+import psutil
 import pytest
-from cut_connection import cut
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, poll, running_site, site_of, wait_online
 from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.strategies.plan_programs import device_programs
@@ -27,28 +28,38 @@ TEXT_TOKENS = 20
 METHOD = {"strategy": "row", "options": {"variant": "kv"}, "want": "hidden"}
 ROW = {**METHOD, "devices": NAMES}
 TOLERANCE = 5e-5
+_PIDFD_GETFD = 438  # of Linux since 5.6, on every architecture
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+site = site_of({"tiny": "tiny-bert", "gpt": "tiny-gpt2"}, dict.fromkeys(NAMES, "300MiB"))
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("mesh")
-    kinds = {"tiny": "tiny-bert", "gpt": "tiny-gpt2"}
-    served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
-    yield from running_site(directory, served, dict.fromkeys(NAMES, "300MiB"))
-
-
-@pytest.fixture(scope="module")
-def hepti(site: Site) -> Iterator[Hepti]:
+def hepti(site):
     with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
-        poll(lambda: {d["device"] for d in online(client)} == set(NAMES), "all online")
+        wait_online(client, NAMES)
         yield client
 
 
-def online(hepti: Hepti) -> list[dict]:
-    return [d for d in hepti.devices(wait_s=0.2) if d["status"] == "online"]
+def cut(pid, other):
+    """End every connection between two processes; return how many there were. Skips where that is forbidden."""
+    ends = {c.laddr for c in psutil.Process(other).net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED}
+    connections = [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr in ends]
+    for connection in connections:
+        process = os.pidfd_open(pid)
+        try:
+            fd = _libc.syscall(_PIDFD_GETFD, process, connection.fd, 0)
+        finally:
+            os.close(process)
+        if fd < 0:
+            pytest.skip(f"no descriptor of another process can be had: {os.strerror(ctypes.get_errno())}")
+        with socket.socket(fileno=fd) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+    return len(connections)
 
 
-def heard(hepti: Hepti, device: str, sources: Collection[str] = ()) -> dict[str, dict] | None:
+def heard(hepti, device, sources=()):
     """Return what went between a device and its peers, once it has told of frames from some of them, or from all."""
     heartbeat = next((d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] == device), None)
     edges = {} if heartbeat is None else heartbeat["edges"]
@@ -56,7 +67,7 @@ def heard(hepti: Hepti, device: str, sources: Collection[str] = ()) -> dict[str,
     return edges if some and all(edge["frames_in"] for edge in some) else None
 
 
-def in_one_process(site: Site, plan: Plan) -> np.ndarray:
+def in_one_process(site, plan):
     """Return what the devices' Programs answer without any wire between them."""
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
         shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
@@ -65,7 +76,7 @@ def in_one_process(site: Site, plan: Plan) -> np.ndarray:
 
 
 @pytest.mark.parametrize("route", ["mesh", "broker"])
-def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str) -> None:
+def test_the_bits_do_not_depend_on_the_way(site, hepti, route):
     """Shares follow from what devices measured, so each answer is held against its own plan in one process."""
     answer = hepti.infer("tiny", ids=IDS, **ROW, route=route, timeout_s=PATIENCE_S)
     plans = map(Plan.from_dict, hepti.plan("tiny")["pinned"])
@@ -79,7 +90,7 @@ def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str)
             assert all(edge["frames_out"] and not edge["dropped"] for edge in peers.values())
 
 
-def counted(hepti: Hepti, frames: int) -> dict[str, tuple[int, int]] | None:
+def counted(hepti, frames):
     """Return each device's frames to and from peers, and those of compiled code, once all devices have so many."""
     beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] in NAMES}
     sums = {
@@ -93,10 +104,10 @@ def counted(hepti: Hepti, frames: int) -> dict[str, tuple[int, int]] | None:
 
 
 @pytest.mark.skipif(not JIT, reason="nothing is compiled")
-def test_compiled_code_exchanges_most_frames_of_a_text(hepti: Hepti) -> None:
+def test_compiled_code_exchanges_most_frames_of_a_text(hepti):
     """The planner's keys tag their headers. Python sends and checks those of the first runs."""
 
-    def answer() -> list[int]:
+    def answer():
         pins = {"strategy": "decoder", "devices": NAMES, "route": "mesh", "timeout_s": PATIENCE_S}
         return hepti.infer("gpt", ids=IDS[:9], max_new_tokens=TEXT_TOKENS, **pins).result["ids"]
 
@@ -110,16 +121,13 @@ def test_compiled_code_exchanges_most_frames_of_a_text(hepti: Hepti) -> None:
         assert compiled > frames / 4, name  # on a busy machine Python waits for late ones
 
 
-def agrees(site: Site, answer: Answer) -> bool:
+def agrees(site, answer):
     """Return whether an answer is that of the model."""
-    with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
-        want, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
-    return bool(np.allclose(answer.hidden, want, atol=TOLERANCE))
+    return bool(np.allclose(answer.hidden, site.reference("tiny", ids=IDS, want="hidden")[0], atol=TOLERANCE))
 
 
-def test_connections_that_are_cut_cost_no_answer(site: Site, hepti: Hepti) -> None:
-    def ask() -> Answer:
+def test_connections_that_are_cut_cost_no_answer(site, hepti):
+    def ask():
         return hepti.infer("tiny", ids=IDS, **ROW, route="mesh", timeout_s=PATIENCE_S)
 
     before = ask().plan["version"]
@@ -132,8 +140,8 @@ def test_connections_that_are_cut_cost_no_answer(site: Site, hepti: Hepti) -> No
     poll(lambda: (heard(hepti, "a") or {}).get("b", {}).get("reconnections"), "a has told that it came back to b")
 
 
-def test_an_agent_that_is_killed_costs_no_answer(site: Site, hepti: Hepti) -> None:
-    def ask() -> Answer:
+def test_an_agent_that_is_killed_costs_no_answer(site, hepti):
+    def ask():
         return hepti.infer("tiny", ids=IDS, **METHOD, route="mesh", timeout_s=PATIENCE_S)
 
     victim = sorted(ask().plan["devices"])[-1]  # the planner may leave one of them out
@@ -145,13 +153,13 @@ def test_an_agent_that_is_killed_costs_no_answer(site: Site, hepti: Hepti) -> No
 
 
 @pytest.mark.nightly
-def test_a_device_that_nobody_can_connect_to_is_heard_over_the_broker(tmp_path: Path) -> None:
+def test_a_device_that_nobody_can_connect_to_is_heard_over_the_broker(tmp_path):
     """Its endpoint is told at an address of documentation (RFC 5737), to which no packet gets."""
     model = make_model("tiny-bert", tmp_path / "model", seed=3)
     for site in running_site(tmp_path, {"tiny": model}, dict.fromkeys(["a", "b"], "300MiB")):
         site.agent("walled", "300MiB", "--mesh-host", "192.0.2.1")
         with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
-            poll(lambda hepti=hepti: len(online(hepti)) == 3, "all online")
+            wait_online(hepti, ["a", "b", "walled"])
             pins = {**METHOD, "devices": ["a", "b", "walled"], "route": "mesh"}
             answer = hepti.infer("tiny", ids=IDS, **pins, timeout_s=PATIENCE_S)
             plan = Plan.from_dict(hepti.plan("tiny")["pinned"][0])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
+from site_processes import PATIENCE_S, SITE, Voice, client_of, poll, site_of
 
 from hepti_mqtt import __version__
-from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
@@ -25,28 +22,18 @@ OLDER = "0.0.1"
 IDS = [5, 6, 7, 8]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("versions")
-    model = make_model("tiny-bert", directory / "model", seed=3)
-    yield from running_site(directory, {"tiny": model}, {"a": "200MiB"})
+site = site_of({"tiny": "tiny-bert"}, {"a": "200MiB"})
+hepti = client_of()
 
 
-@pytest.fixture(scope="module")
-def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
-        client.wait_ready("tiny", PATIENCE_S)
-        yield client
-
-
-def next_prepare(voice: Voice) -> bytes:
+def next_prepare(voice):
     """Return the next message with which a planner prepares a plan."""
     while not isinstance(messages.decode(payload := voice.next(TOPICS.command("a"))[1]), messages.Prepare):
         pass
     return payload
 
 
-def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site: Site, hepti: Hepti) -> None:
+def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site, hepti):
     voice = Voice(site.url, TOPICS.caps("a"), TOPICS.command("old"))
     caps = messages.decode_caps(voice.next(TOPICS.caps("a"))[1])
     boot = int(time.time())
@@ -69,7 +56,7 @@ def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site:
     voice.close()
 
 
-def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_next_one(site: Site, hepti: Hepti) -> None:
+def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_next_one(site, hepti):
     older = Voice(site.url, TOPICS.command("a"), TOPICS.reports("a"))
     hepti.infer("tiny", ids=IDS, weights="w8a32", timeout_s=PATIENCE_S)  # another plan is prepared
     prepare = messages.decode(next_prepare(older))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
+from site_processes import PATIENCE_S, poll, site_of
 
-from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 
 FORM = "application/x-www-form-urlencoded"
@@ -23,27 +20,19 @@ LARGE = 100 << 20
 PIECE = b" " * (1 << 20)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("bad-input")
-    tiny = make_model("tiny-bert", directory / "tiny", seed=3)
-    yield from running_site(directory, {"tiny": tiny}, {"a": "100MiB"}, kind="amqtt")
+site = site_of({"tiny": "tiny-bert"}, {"a": "100MiB"}, kind="amqtt")
 
 
 @pytest.fixture(scope="module")
-def port(site: Site) -> int:
-    port = free_port()
+def port(site):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
-        site.start("gateway", "gateway", "--port", str(port), "--no-announce")
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+        port = site.serve("gateway", "--no-announce")
     poll(lambda: ask(port)[0] == 200, "the first answer")
     return port
 
 
-def ask(
-    port: int, body: Any = REQUEST, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
-) -> tuple[int, Any]:
+def ask(port, body=REQUEST, path="/v1/embeddings", headers=KEY, method="POST"):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body), headers)
@@ -66,7 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_clear_answer(port: int, case: str) -> None:
+def test_one_clear_answer(port, case):
     body, path, headers, status, code = CASES[case]
     got, error = ask(port, body, path, headers)
     assert (got, error["error"]["code"]) == (status, code)
@@ -74,7 +63,7 @@ def test_one_clear_answer(port: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("length", [f"Content-Length: {LARGE}", "Transfer-Encoding: chunked"])
-def test_a_body_of_100_mb_is_refused_while_it_comes(port: int, length: str) -> None:
+def test_a_body_of_100_mb_is_refused_while_it_comes(port, length):
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as client:
         head = ["POST /embed HTTP/1.1", "Host: x", "Authorization: Bearer a-key", length, "", ""]
         client.sendall("\r\n".join(head).encode())
@@ -85,7 +74,7 @@ def test_a_body_of_100_mb_is_refused_while_it_comes(port: int, length: str) -> N
     assert ask(port)[0] == 200
 
 
-def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
+def test_all_states_are_those_that_mqtt_gives(site, port):
     texts = ["a warm room", "a door"]
     with Hepti.connect(site.url, site.name) as hepti:
         wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
@@ -94,7 +83,7 @@ def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
     assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(vectors, wanted, strict=True))
 
 
-def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site: Site, port: int) -> None:
+def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site, port):
     process = site.start("second", "gateway", "--port", str(port))
     assert process.wait(PATIENCE_S) == 1
     assert site.running.pop("second") is process

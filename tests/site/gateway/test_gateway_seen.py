@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 from picture_cases import CASES, TOKENS, encoded
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
+from site_processes import PATIENCE_S, site_of, wait_online
 
-from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import ConfigError
 
@@ -25,20 +22,16 @@ JSON = {"Content-Type": "application/json"}
 QUESTION = "what is in the room"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("site")
-    models: dict[str, Path] = {name: make_model(case.kind, directory / name, case.seed) for name, case in SEERS.items()}
-    yield from running_site(directory, models, dict.fromkeys(AGENTS, "100MiB"))
+site = site_of({name: case.kind for name, case in SEERS.items()}, dict.fromkeys(AGENTS, "100MiB"), seed=CASE.seed)
 
 
-def answer_of(site: Site, model: str = "seer", **request: object) -> dict:
+def answer_of(site, model="seer", **request):
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready(model, PATIENCE_S)
         return dict(hepti.infer(model, timeout_s=PATIENCE_S, **request).raw)
 
 
-def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> None:
+def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site):
     want = np.load(CASE.file)["tokens"].tolist()
     answer = answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
     ids = answer["result"]["ids"]
@@ -53,10 +46,10 @@ def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> 
 @pytest.mark.parametrize(
     ("model", "strategy", "count"), [("seer", "megatron", 2), ("gemma", "voltage", 3), ("seer", "decoder", 3)]
 )
-def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: str, strategy: str, count: int) -> None:
+def test_pictures_and_texts_are_divided_over_pinned_devices(site, model, strategy, count):
     case, devices = SEERS[model], AGENTS[:count]
     with Hepti.connect(site.url, site.name) as hepti:
-        poll(lambda: {d["device"] for d in hepti.devices(wait_s=1.0)} >= {*AGENTS}, "all devices")
+        wait_online(hepti, AGENTS)
     request = {"text": case.text, "images": [encoded(*size) for size in case.sizes], "max_new_tokens": TOKENS}
     answer = answer_of(site, model, **request, strategy=strategy, devices=devices)
     divided, other = (model, f"{model}.image") if strategy == "decoder" else (f"{model}.image", model)
@@ -68,15 +61,13 @@ def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: s
     assert answer["result"]["ids"] == np.load(case.file)["tokens"].tolist()
 
 
-def test_a_method_that_divides_neither_model_is_refused(site: Site) -> None:
+def test_a_method_that_divides_neither_model_is_refused(site):
     with pytest.raises(ConfigError):
         answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
 
 
-def test_one_text_by_every_interface(site: Site) -> None:
-    port = free_port()
-    site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the start of gateway")
+def test_one_text_by_every_interface(site):
+    port = site.serve("gateway")
     messages = [{"role": "user", "content": QUESTION}]
     text = answer_of(site, messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S)

@@ -7,12 +7,11 @@ import http.client
 import io
 import json
 import urllib.request
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
+from site_processes import PATIENCE_S, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -22,7 +21,7 @@ TEMPLATE = "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% 
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gateway")
     kinds = {"tiny": "tiny-convnet", "ranker": "tiny-bert-ranker", "talker": "tiny-llama"}
     served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
@@ -31,14 +30,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def port(site: Site) -> int:
-    free = free_port()
-    site.start("gateway", "gateway", "--port", str(free))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    return free
+def port(site):
+    return site.serve("gateway")
 
 
-def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+def ask(port, method, path, body=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         headers = {"Content-Type": "application/json"}
@@ -49,7 +45,7 @@ def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, by
         connection.close()
 
 
-def test_labels_are_those_that_mqtt_gives(site: Site, port: int) -> None:
+def test_labels_are_those_that_mqtt_gives(site, port):
     pixels = np.random.default_rng(1).integers(0, 256, (20, 30, 3), np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -61,7 +57,7 @@ def test_labels_are_those_that_mqtt_gives(site: Site, port: int) -> None:
     assert json.loads(raw)["data"][0]["labels"] == labels
 
 
-def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
+def test_a_ranking_is_the_one_that_mqtt_gives(site, port):
     documents = ["the door is cold", "a warm light in the room", "camera"]
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("ranker", PATIENCE_S)
@@ -74,7 +70,7 @@ def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
     assert [one["document"]["text"] for one in results] == [documents[one["index"]] for one in ranking]
 
 
-def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: Site, port: int) -> None:
+def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site, port):
     messages = [{"role": "user", "content": "the room"}]
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("talker", PATIENCE_S)
@@ -111,14 +107,14 @@ def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: 
             client.chat.completions.create(messages=[{"role": "king", "content": "x"}], stream=True, **options)
 
 
-def test_the_dashboard_shows_requests_of_every_client(site: Site, port: int) -> None:
+def test_the_dashboard_shows_requests_of_every_client(site, port):
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("ranker", PATIENCE_S)
         plan = hepti.infer("ranker", query="a room", documents=["a door"], timeout_s=PATIENCE_S).plan["id"]
         with pytest.raises(RequestError):
             hepti.infer("ranker", query="a room", documents=[], timeout_s=PATIENCE_S)
 
-    def shown() -> bool:
+    def shown():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=PATIENCE_S) as events:
             event = json.loads(events.readline().removeprefix(b"data: "))
         answered = any(one["model"] == "ranker" and one["plan"] == plan for one in event["answers"])

