@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
+from programs import run_python
 
 from hepti_mqtt.kernels import jit
 from hepti_mqtt.kernels.compile_cache import make_robust
@@ -28,7 +25,7 @@ print(jit.in_cache(dispatcher, arguments), dispatcher.stats.cache_hits.get(argum
 """
 
 
-def opened(directory: Path) -> SimpleNamespace:
+def opened(directory):
     """Return a cache of one file, as a process has it that begins."""
     file = IndexDataCacheFile(str(directory), "shared", "stamp of Numba's own")
     cache = SimpleNamespace(cache_path=str(directory), _cache_file=file, load_overload=None)
@@ -72,10 +69,5 @@ def kept_code(tmp_path_factory):
     return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*.nb?")}
 
 
-def one_kernel(directory: Path) -> str:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(directory)}
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_KERNEL], env=environment, check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def one_kernel(directory):
+    return run_python("-c", ONE_KERNEL, NUMBA_CACHE_DIR=str(directory))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from kernels_support import ALONE, runnable
+from programs import ROOT, run_python
 
 from hepti_mqtt.kernels.cpu import OVERRIDE
 from hepti_mqtt.kernels.jit import JIT
 
-KERNELS = Path(__file__).parents[2] / "unit" / "kernels"
+KERNELS = ROOT / "tests" / "unit" / "kernels"
 
 # The test files that run again, and the modules whose kernels they need.
 AGAIN = {
@@ -31,7 +29,4 @@ AGAIN = {
 @pytest.mark.parametrize("file", AGAIN)
 @pytest.mark.parametrize("name", runnable())
 def test_the_kernels_with_every_instruction_set_of_this_machine(name, file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS / file)]
-    environment = {**os.environ, OVERRIDE: name, ALONE: AGAIN[file]}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", KERNELS / file, **{OVERRIDE: name, ALONE: AGAIN[file]})

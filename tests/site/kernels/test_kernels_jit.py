@@ -3,17 +3,15 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from kernels_support import Case, array
+from programs import ROOT, run_python
 
 import hepti_mqtt.kernels
 from hepti_mqtt.kernels import jit, warm_up
 
-ROOT = Path(__file__).parents[3]
 COUNT_CACHE = """
 from hepti_mqtt.kernels import jit
 del jit.registered[2:]  # two are enough to see, and all take seconds
@@ -24,19 +22,6 @@ OLD_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""}
 
 compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 uncached = pytest.mark.skipif(bool(os.environ.get(jit.OVERRIDE)), reason="a forced instruction set has no cache")
-
-
-def python(*arguments, directory=ROOT, **variables):
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]), **variables}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **environment},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @compiled_only
@@ -64,10 +49,9 @@ def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path
 
 def counts(directory, package=ROOT, **variables):
     """Return (compiled, from the cache) of two kernels in a process of its own."""
-    paths = os.pathsep.join([str(package), str(ROOT / "tests" / "helpers")])
-    done = python("-c", COUNT_CACHE, directory=package, NUMBA_CACHE_DIR=str(directory), PYTHONPATH=paths, **variables)
-    assert done.returncode == 0, done.stderr
-    return tuple(map(int, done.stdout.split()))
+    paths = (package, ROOT / "tests" / "helpers")
+    done = run_python("-c", COUNT_CACHE, cwd=package, paths=paths, NUMBA_CACHE_DIR=str(directory), **variables)
+    return tuple(map(int, done.split()))
 
 
 @compiled_only
@@ -121,6 +105,5 @@ RUNS = [f"tests/unit/runtime/test_runtime_{name}.py" for name in ("executor", "c
     ids=["kernels", "runs", "devices"],
 )
 def test_plain_python_gives_the_same(which):
-    done = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *which, NUMBA_DISABLE_JIT="1")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout or "[100%]" in done.stdout
+    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *which, NUMBA_DISABLE_JIT="1")
+    assert " passed" in said or "[100%]" in said

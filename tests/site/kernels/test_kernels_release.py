@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from hepti_mqtt.kernels import jit
 
@@ -21,14 +19,13 @@ from hepti_mqtt.kernels import jit
 warm_up()
 case = Case("add", [array(40, 3), array(40, 3)], [(40, 3)], bias=False)
 before = case.run()[0].tobytes()
-pages = lambda: sum(stop - start for start, stop in jit._clean_pages())
 resident = lambda: sum(
     int(line.split()[1]) for of in open("/proc/self/smaps").read().split("VmFlags") if "libllvmlite" in of
     for line in of.splitlines() if line.startswith("Rss:")
 )
-kib, least = resident(), pages()
+kib = resident()
 jit.release_compiler()
-print(kib, resident(), least >> 10, sum(
+print(kib, resident(), sum(
     getattr(made.library, "_shared_module", None) is not None
     for dispatcher, _ in jit.registered for made in dispatcher.overloads.values()
 ))
@@ -52,8 +49,6 @@ others = np.ones(8 << 20, np.uint8)
 print(getattr(malloc_info(), "4") >> 20)  # MiB in blocks with pages of their own
 """
 
-PATHS = map(str, (Path(__file__).parents[3], Path(__file__).parents[2] / "helpers"))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 
 
@@ -61,22 +56,12 @@ compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 @compiled_only
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
-    done = subprocess.run(
-        [sys.executable, "-c", RELEASED], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    before, after, mapped, bitcode = map(int, done.stdout.split())
-    assert mapped > 0, "no mapping of LLVM was found: another name of its library?"
-    assert after < before / 4
+    before, after, bitcode = map(int, run_python("-c", RELEASED).split())
+    assert after < before / 4, "or LLVM's library has another name"
     assert bitcode == 0
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="about glibc's heap")
-def test_large_blocks_go_back_also_after_larger_ones_were_freed() -> None:
-    def alone(how: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", LARGE_BLOCKS, how], env=ENVIRONMENT, capture_output=True, text=True, check=True
-        )
-        return int(done.stdout)
-
-    assert alone("returned") >= 8 > alone("as it is")
+def test_large_blocks_go_back_also_after_larger_ones_were_freed():
+    returned, kept = (int(run_python("-c", LARGE_BLOCKS, how)) for how in ("returned", "as it is"))
+    assert returned >= 8 > kept

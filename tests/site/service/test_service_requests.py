@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import worst_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_python
 from service_support import encoded, noise, run
 from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint.make import write_tokenizer
 from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -159,12 +158,9 @@ def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    some = {}
-    for kind in ("tiny-minilm", "tiny-bert-classifier", "tiny-bert-mlm", "tiny-roberta-mlm", "tiny-vit-classifier"):
-        some[kind] = Checkpoint.open(make_model(kind, root / kind, seed=1))
-    yield some
-    for checkpoint in some.values():
-        checkpoint.close()
+    kinds = ("tiny-minilm", "tiny-bert-classifier", "tiny-bert-mlm", "tiny-roberta-mlm", "tiny-vit-classifier")
+    with contextlib.ExitStack() as stack:
+        yield {kind: stack.enter_context(Checkpoint.open(make_model(kind, root / kind, seed=1))) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -258,12 +254,13 @@ KEYS = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "
 
 
 @settings(deadline=None)
-@given(st.dictionaries(KEYS, JSON, max_size=3) | JSON, st.sampled_from(["text", "mlm", "vision"]))
+@given(
+    st.dictionaries(KEYS, JSON, max_size=3) | JSON,
+    st.sampled_from(["tiny-minilm", "tiny-bert-mlm", "tiny-vit-classifier"]),
+)
 def test_any_json_is_prepared_or_refused(opened, request_, model):
-    names = {"text": "tiny-minilm", "mlm": "tiny-bert-mlm", "vision": "tiny-vit-classifier"}
-    checkpoint = opened[names[model]]
     try:
-        prepared = read_input(checkpoint, request_)
+        prepared = read_input(opened[model], request_)
     except RequestError:
         return
     assert prepared.shape.size == sum(prepared.shape.sizes) > 0
@@ -297,8 +294,6 @@ def test_empty_texts_may_be_zeros_in_their_places(text):
 
 def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
-    from hepti_mqtt.checkpoint.make import write_tokenizer
-
     write_tokenizer(path / "tokenizer.json", 300)
     with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
         read_input(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
@@ -320,28 +315,41 @@ def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
         read_input(mlm, {"text": "[MASK] [MASK]"})
 
 
+SPECIAL = "<|the|door|>"  # its halves would be several words
 WORDS = st.sampled_from(
-    ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]"]
+    ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]", SPECIAL]
 )
 
 
 @pytest.fixture(scope="module", params=["tiny-minilm", "tiny-roberta", "tiny-albert"])
 def reader(request, tmp_path_factory):
-    with Checkpoint.open(make_model(request.param, tmp_path_factory.mktemp("models") / "m", seed=1)) as opened:
+    path = make_model(request.param, tmp_path_factory.mktemp("models") / "m", seed=1)
+    file = path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"##q"', f'"{SPECIAL}"'))
+    with Checkpoint.open(path) as opened:
+        opened.tokenizer.add_tokens([SPECIAL])
         yield opened
+
+
+def first_tokens(reader, text):
+    whole = reader.tokenizer.encode(text, add_special_tokens=False)
+    whole.truncate(reader.spec.input_spec.longest - reader.tokenizer.num_special_tokens_to_add(False))
+    return reader.tokenizer.post_process(whole).ids if whole.ids else []
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=400).map("".join).filter(str.strip))
 def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
+    if ids := first_tokens(reader, text):
+        assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
+
+
+@pytest.mark.parametrize("shift", range(16))
+def test_a_special_token_across_the_border_is_not_cut(reader, shift, monkeypatch):
     longest = reader.spec.input_spec.longest
-    room = longest - reader.tokenizer.num_special_tokens_to_add(False)
-    whole = reader.tokenizer.encode(text, add_special_tokens=False)
-    whole.truncate(room)
-    if not whole.ids:
-        return
-    ids = reader.tokenizer.post_process(whole).ids
-    assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
+    monkeypatch.setattr(service_texts, "CHARACTERS_PER_TOKEN", 2)
+    text = "," * (longest - 3) + " " * (longest - shift) + SPECIAL + " the" * 100
+    assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == first_tokens(reader, text)
 
 
 def test_too_long_is_an_error_unless_truncated(text):
@@ -356,19 +364,6 @@ def test_too_long_is_an_error_unless_truncated(text):
     assert (cut.shape.sizes, cut.inputs[0], cut.inputs[-1]) == ((40,), *ends)
     assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.sizes == (40,)
     assert read_input(text, {"ids": [7] * 40}).shape.sizes == (40,)
-
-
-@pytest.mark.parametrize("shift", range(16))
-def test_a_special_token_across_the_border_is_not_cut(reader, shift, monkeypatch):
-    """Its halves would be several words."""
-    longest, special = reader.spec.input_spec.longest, "<|the|door|>"
-    reader.tokenizer.add_tokens([special])
-    monkeypatch.setattr(service_texts, "CHARACTERS_PER_TOKEN", 2)
-    text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
-    ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
-    token_ids = service_texts._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget(), False).ids
-    assert len(token_ids) > longest
-    assert token_ids[:longest] == ids[:longest]
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -450,11 +445,9 @@ def test_a_control_token_that_would_be_one_is_refused(tmp_path):
     """Of a vocabulary that has it among its words."""
     path = make_model("tiny-bert", tmp_path / "m")
     data = json.loads((path / "tokenizer.json").read_text())
-    data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    data |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "normalizer": None}
     (path / "tokenizer.json").write_text(json.dumps(data))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    data["normalizer"] = None
-    (path / "tokenizer.json").write_text(json.dumps(data))
     with Checkpoint.open(path) as opened, pytest.raises(RequestError):
         read_input(opened, {"text": "a [SEP] b"})
 
@@ -501,7 +494,7 @@ def test_pictures_are_cut_along_the_batch(count, fit):
 
 
 def test_a_sequence_that_fits_no_run_is_an_error():
-    with pytest.raises(ValueError, match="item 1"):
+    with pytest.raises(ValueError):
         split_into_batches(ModelInput(TokenBatch((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
 
 
@@ -513,11 +506,7 @@ KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="what was in use at the most is read from /proc")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_worst_request_is_read_or_refused_in_bounded_memory(kind, tmp_path):
-    program = Path(worst_request.__file__)
-    done = subprocess.run(
-        [sys.executable, program, kind, tmp_path / "model"], check=True, capture_output=True, text=True, timeout=300
-    )
-    usage = json.loads(done.stdout)
+    usage = json.loads(run_python(worst_request.__file__, kind, tmp_path / "model"))
     assert usage["said"].startswith("job of ") or '"code": "bad_request"' in usage["said"]
     assert usage["mb"] <= MOST_MB
     assert usage["tokenised"] <= MAX_CHARACTERS
@@ -565,9 +554,7 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
         assert WrittenText(checkpoint).extend_to((7, 8)) == ""
         longest = checkpoint.spec.input_spec.longest
         for length, fields in ((longest - 3, {"max_new_tokens": 5}), (longest, {})):
-            with pytest.raises(RequestError) as caught:
+            with pytest.raises(RequestError):
                 read_input(checkpoint, {"ids": [1] * length, **fields})
-            numbers = re.findall(r"\b\d+\b", str(caught.value).partition("tokens")[2])
-            assert numbers == [str(longest), *(["3"] if fields else [])], "and no number that nobody has asked for"
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

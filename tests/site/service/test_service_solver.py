@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgpack
 import numpy as np
+from programs import run_python
 from scripted_site import Site
 from sites import FAMILIES, plan
 
@@ -37,7 +37,7 @@ from hepti_mqtt.service.record import encode_record
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 
 
-def settled(*names: str) -> Site:
+def settled(*names):
     """Return a site with an active plan from a whole search."""
     site = Site(searches=False)
     site.join(*names)
@@ -55,7 +55,7 @@ NOT_AT_THE_START = (
 )
 
 
-def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_follows() -> None:
+def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_follows():
     site = Site(searches=False)
     site.join("a", "b")
     site.submit("r1")
@@ -75,7 +75,7 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     assert {len(c.plan.devices) for c in (*decision.ranking, *decision.pruned)} > {1}
 
 
-def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something() -> None:
+def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something():
     site = Site(searches=False)
     site.join("a", "b")
     site.tick(1.1)
@@ -86,7 +86,7 @@ def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something()
     assert site.solves[-1].kind is SearchKind.WHOLE
 
 
-def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> None:
+def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one():
     site = Site(searches=False)
     site.join("a", "b", memory=1)
     site.submit("r1")
@@ -99,7 +99,7 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> N
     assert isinstance(site.errors["r1"], PlanError)
 
 
-def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
+def test_requests_without_a_plan_wait_for_no_search_that_runs():
     site = settled("a", "b")
     site.event(interface.PinPlan("m", Pins()))
     running = site.solves[-1]
@@ -117,7 +117,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     assert not site.errors, "what the outdated one says changes nothing"
 
 
-def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
+def test_a_hurried_search_knows_the_plan_that_has_lost_a_device():
     site = Site(searches=False)
     site.join("a", "b", "c")
     site.tick(1.1)
@@ -136,7 +136,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     assert plan.method in {c.name for c in decision.ranking}
 
 
-def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
+def test_a_hurried_search_serves_although_a_device_joins_meanwhile():
     site = Site(searches=False)
     site.join("a")
     site.submit("r1")
@@ -152,7 +152,7 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
 
 
-def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_its_first_steps() -> None:
+def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_its_first_steps():
     code = f"""
 import sys
 from hepti_mqtt.cli import main, output, processes
@@ -160,8 +160,7 @@ output.setup_logging(verbose=False)
 from hepti_mqtt.service.planner import run_planner
 print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for name in {NOT_AT_THE_START!r})))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == []
+    assert run_python("-c", code).split() == []
     start_preloading()
     (loads,) = [thread for thread in threading.enumerate() if thread.name == "planner-loads"] or [None]
     if loads is not None:
@@ -169,7 +168,7 @@ print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for 
     assert "hepti_mqtt.kernels" in sys.modules
 
 
-def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog) -> None:
+def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     split = plan(FAMILIES["bert-embedding"], ("row", {"variant": "kv"}), (1.0, 1.0))
     errors = {}
@@ -197,7 +196,7 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog) 
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "it is neither read nor written"
 
 
-def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -> None:
+def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for():
     site = Site(searches=False)
     site.join("a", "b")
     site.tick(1.1)
@@ -223,7 +222,7 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
 SPEC = FAMILIES["bert-embedding"]
 
 
-def question(*names: str, memory: float = 1e9) -> Question:
+def question(*names, memory=1e9):
     profiles = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, memory) for n in names}
     return Question(
         TopicNames("home", "m"),

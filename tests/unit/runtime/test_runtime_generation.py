@@ -2,22 +2,140 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from decoders_site import PROMPT, Decoders, expected, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_site import SPEC, everyone
+from scripted_site import ROW, SPEC, Site, everyone
 
 from hepti_mqtt.core.errors import DeadlineError, PlanError, RemoteError
-from hepti_mqtt.planner import Decision, Question
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
 from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
+from hepti_mqtt.runtime.coordinator.texts import Generation
+
+PROMPT = (3, 1, 4, 1)
+
+
+def following(ids):
+    """Return the token that the scripted model has behind some ids."""
+    return (7 * sum(ids) + len(ids)) % SPEC.hidden
+
+
+def expected(most):
+    ids = list(PROMPT)
+    for _ in range(most):
+        ids.append(following(ids))
+    return ids[len(PROMPT) :]
+
+
+class Decoders(Site):
+    """Scripted devices with caches; outputs and reports leave them when the test says so.
+
+    orderly: a run comes to no device that has not computed the one before.
+    """
+
+    def __init__(self, orderly=True, **options):
+        super().__init__(**({"pins": ROW} | options))
+        self.orderly, self.compute_us = orderly, 2000
+        self.caches: dict[tuple[str, PlanVersion, int], list[int]] = {}
+        self.computed: defaultdict[int, set[str]] = defaultdict(set)
+        self.published: defaultdict[str, list[int]] = defaultdict(list)
+        self.plan_by_version: dict[PlanVersion, Plan] = {}
+
+    def _note(self, command):
+        super()._note(command)
+        if isinstance(command, interface.PublishPlan):
+            shown = [p for p in (command.active, *command.pinned) if p is not None]
+            self.plan_by_version |= {run.version: run for whole in shown for run in whole.executables}
+        elif isinstance(command, interface.TokenReady):
+            published = self.published[command.request.key.id]
+            assert command.index == len(published), "none comes twice, none is left out"
+            published.append(command.tokens[-1])
+        elif isinstance(command, interface.Publish) and "/work/" in command.topic and self.orderly:
+            frame = frames.decode(command.payload)
+            at, _ = self.inputs_of(frame.run_id)
+            for device in self.plan_of(frame.run_id).devices:
+                assert len(self.cache(device, frame.run_id)) >= at, "a step before the last one has been computed"
+
+    def plan_of(self, run_id):
+        return self.plan_by_version[self.work[run_id].plan_version]
+
+    def inputs_of(self, run_id):
+        at, *ids = frames.decode_work(self.work[run_id])[1].tolist()
+        return at, ids
+
+    def cache(self, device, run_id):
+        frame = self.work[run_id]
+        return self.caches.setdefault((device, frame.plan_version, frames.decode_sessions(frame)[0].number), [])
+
+    def compute(self, run_id, *devices):
+        """Let devices compute their part of a run, once, or say that they have lost its session."""
+        at, ids = self.inputs_of(run_id)
+        for device in devices or self.plan_of(run_id).devices:
+            if device in self.computed[run_id]:
+                continue  # again it would cut what a later run of the session has added to the cache
+            cache = self.cache(device, run_id)
+            if len(cache) < at:
+                self.run_failed(device, run_id, "session")
+            else:
+                cache[at:] = ids
+                self.computed[run_id].add(device)
+
+    def able(self):
+        """Return the runs whose output can be sent."""
+        return [a for a in self.work if self.computed[a] == set(self.plan_of(a).devices)]
+
+    def output(self, run_id, forged=None, source="", part=0):
+        head = source or self.plan_of(run_id).root
+        logits = np.zeros((1, SPEC.hidden), np.float32)
+        logits[0, following(self.cache(head, run_id)) if forged is None else forged] = 1.0
+        self.hear(self.part(run_id, head, logits, part=part))
+
+    def report(self, run_id, *devices):
+        plan = self.plan_of(run_id)
+        for device in devices or plan.devices:
+            self.hear(self.done(run_id, device, int(device == plan.root)))
+
+    def step(self, reported=True):
+        """Let the last run that was asked for be computed and answered."""
+        last = max(self.work)
+        self.compute(last)
+        self.output(last)
+        if reported:
+            self.report(last)
+
+    def ask(self, name="r", most=3, report=False, within=1e6):
+        shape = TokenBatch((len(PROMPT),), cache=16)
+        chunk = Batch(shape, np.array([0, *PROMPT], np.int32))
+        generation = Generation(PROMPT, most, shape)
+        key = RequestKey("m", "c", name)
+        job = Request(key, (chunk,), None, self.now + within, generation=generation, wants_report=report)
+        self.event(interface.RequestArrived(job))
+        return job
+
+    @property
+    def running(self):
+        return set(self.session.groups.default("m").runs)
+
+    def tokens(self, name="r"):
+        return self.answers[name].request.output().tolist()
+
+
+def running(**options):
+    site = Decoders(**options)
+    site.join("a", "b")
+    site.settle()
+    return site
 
 
 def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_counted():
@@ -110,7 +228,7 @@ def test_the_number_of_steps_without_reports_is_limited():
     assert not site.running
 
 
-def for_steps(question: Question) -> Decision:
+def for_steps(question):
     """Decide for a plan that is optimised for steps of 0.1 s."""
     decision = everyone(question)
     chosen = replace(decision.chosen, plan=replace(decision.chosen.plan, predicted_s=0.1, predicted_tokens=1))
@@ -211,7 +329,7 @@ def test_logits_that_are_not_finite_give_no_token(bad):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_every_generation_ends_once_with_its_tokens_under_random_events(data: st.DataObject) -> None:
+def test_every_generation_ends_once_with_its_tokens_under_random_events(data):
     in_flight = data.draw(st.sampled_from([1, 2, 3]))
     site = Decoders(pins=None, decider=everyone, in_flight=in_flight)
     boots, most_by_name = Counter[str](), dict[str, int]()

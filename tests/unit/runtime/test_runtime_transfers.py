@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import random
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from exchanging import MODEL, PATIENCE_S, TOPICS, Site
 from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 from together import bound, run_together
 
+from device_agent.links import MeshLinks
+from device_agent.network import ErrorLog
 from hepti_mqtt import models
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.kernels import Workers, transfers
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.protocol import frames
-from hepti_mqtt.protocol.keys import FrameKey
+from hepti_mqtt.protocol.frames import Frame, TensorArrival
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.protocol.messages import Endpoint, Peer
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker.executor import Executor
+from hepti_mqtt.runtime.worker.interface import AllowPeers, FrameIn, JoinPeers, PeerJoined, PeerLost
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, handover_program
 from hepti_mqtt.transport.sockets import mesh_possible
@@ -28,9 +40,195 @@ pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linu
 compiled_only = pytest.mark.skipif(not JIT, reason="nothing is compiled")
 IN_LINE = [("bert-embedding", "megatron"), ("tiny-gpt2", "decoder"), ("tiny-qwen3", "megatron")]
 LEARNING = 2  # runs: Python checks frames in the first one, and knows their exchanges in the second
+TOPICS, MODEL, VERSION = Topics("home"), "m", PlanVersion(1, 1)
+PATIENCE_S = 30.0
+_DTYPE = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}
 
 
-def programs(family: str, name: str, devices: int = 2, lengths: tuple[int, ...] = (5,)):
+class Device:
+    """One device of a site: what `device_agent.shell` and `runtime.worker.runs` do around an executor, and no more."""
+
+    def __init__(self, name, bound):
+        self.name, self.bound = name, bound
+        self.executor, self.joined = Executor(), set()
+        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.links = MeshLinks(TOPICS, name, 1, self.complaints, "127.0.0.1")
+        self.outputs, self.early, self.over, self.key = {}, [], [], UNKEYED
+        self.checks_all = False  # whether Python exchanges all frames
+        self.before_step = lambda _: None
+        self.sent, self.lost = [], []  # whole frames that Python has sent, and peers that were lost
+
+    @property
+    def compiled(self):
+        """Return how many frames compiled code has sent and received."""
+        return self.links.mesh.channels.traffic[0]
+
+    def introduce(self, others):
+        peers = tuple(
+            Peer(name, Endpoint("127.0.0.1", other.links.mesh.port), f"{name}-{self.name}", f"{self.name}-{name}")
+            for name, other in others.items()
+            if other is not self
+        )
+        self.links.admit(AllowPeers(MODEL, VERSION, peers))
+        self.links.join(JoinPeers(MODEL, VERSION, peers))
+
+    def admit(self, run_id, inputs, bound=None):
+        bound = bound or self.bound
+        slots = bound.template.program.slots
+        states = {spec.state: np.zeros(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in slots if spec.state}
+        self.executor.admit(run_id, bound, states)
+        self.outputs[run_id] = []
+        for key in bound.template.inputs:
+            self.executor.deliver(run_id, key, inputs)
+        early, self.early = self.early, []
+        for event in early:
+            self.take(event)
+
+    def take(self, event):
+        if isinstance(event, PeerJoined):
+            self.joined.add(event.peer)
+        elif isinstance(event, PeerLost):
+            self.lost.append(event.peer)
+        elif isinstance(event, TensorArrival | FrameIn):
+            run_id = event.run_id if isinstance(event, TensorArrival) else event.frame.run_id
+            if run_id not in self.executor:
+                self.early += [] if run_id in self.over else [event]
+            elif isinstance(event, TensorArrival):
+                assert event.has_tag(self.key)
+                self.executor.deliver(run_id, event.exchange.key, event.array(), event.exchange.head, self.key)
+            else:
+                frame = event.frame
+                self.executor.deliver(run_id, (frame.node, frame.part, frame.source), frame.array())
+
+    def publish(self, out):
+        if out.op.to == (PLANNER,):
+            self.outputs[out.run_id].append((out.op.row, np.array(out.array)))
+            return
+        op, array = out.op, out.array
+        frame = Frame(
+            "tensor", MODEL, VERSION, out.run_id, op.layer, op.node, self.name, op.part, _DTYPE[array.dtype.str],
+            array.shape, op.row, body=array.data.cast("B") if array.size else b"",
+        )  # fmt: skip
+        header, body = frames.encode_parts(frame, self.key)
+        for place, to in enumerate(op.to):
+            topic = TOPICS.activation(MODEL, op.layer, self.name, to)
+            self.links.publish(Publish(topic, header, 0, "mesh", body=body))
+            self.sent = [*self.sent[-8:], bytes(header) + bytes(body)]
+            if array.size and out.rows:
+                prefix = frames.header_prefix(frame, body.nbytes)
+                out.rows[place].learn(frames.frame_header(prefix, bytes(8), b"", UNKEYED), self.key, topic)
+
+    def turn(self, timeout_s, limit_s=0.0):
+        """Run a step, or wait for peers."""
+        step = self.executor.next_step()
+        if step is None:
+            for event in self.links.wait(timeout_s):
+                self.take(event)
+            return
+        self.before_step(self)
+        out = step.run(limit_s, sockets=None if self.checks_all else self.links.mesh.channels)
+        if out is not None:
+            self.publish(out)
+        for event in self.links.wait(0.0) if limit_s else ():
+            self.take(event)
+
+    def work(self, run_ids, limit_s, continues=lambda _: True):
+        """Work until some runs are over, or are ended."""
+        until = time.monotonic() + PATIENCE_S
+        left = set(run_ids)
+        while left:
+            assert time.monotonic() < until, (self.name, left)
+            if not continues(self):
+                for run_id in left:
+                    self.executor.drop(run_id)
+            else:
+                self.turn(0.02, limit_s)
+            for run_id in [r for r in left if r not in self.executor or self.executor.finish_if_done(r)]:
+                left.discard(run_id)
+                self.over.append(run_id)
+
+
+class Site:
+    """Devices by name; a context manager."""
+
+    def __init__(self, bound):
+        self.devices = {name: Device(name, programs) for name, programs in bound.items()}
+
+    def __enter__(self):
+        for device in self.devices.values():
+            device.introduce(self.devices)
+        until = time.monotonic() + PATIENCE_S
+        while any(len(d.joined) < len(self.devices) - 1 for d in self.devices.values()):
+            assert time.monotonic() < until
+            for device in self.devices.values():
+                for event in device.links.wait(0.005):
+                    device.take(event)
+        return self
+
+    def __exit__(self, *_):
+        for device in self.devices.values():
+            device.links.close()
+
+    def run(self, inputs, limit_s=0.0):
+        """Return the answers to some runs at once, by number."""
+        self._together(inputs, limit_s, lambda _: True)
+        return {run_id: self.answer(run_id) for run_id in inputs}
+
+    def end_after(self, run_id, inputs, steps):
+        """End a run everywhere once the first device has taken so many steps; return whether it was under way."""
+        first, ended, taken = next(iter(self.devices.values())), threading.Event(), 0
+
+        def continues(device):
+            nonlocal taken
+            taken += device is first
+            if taken > steps:
+                ended.set()
+            return not ended.is_set()
+
+        self._together({run_id: inputs}, 0.0, continues)
+        return ended.is_set()
+
+    def go_on(self, run_ids, heirs, inputs, block, steps):
+        """Return the answer to a run that ends before a block, and goes on in other Programs under a number of its own.
+
+        steps: of the first device, after which it is told; the others are told at the start.
+        """
+        first, taken, (run_id, heir) = next(iter(self.devices.values())), 0, run_ids
+        for device in self.devices.values():
+            device.admit(run_id, inputs)
+            device.admit(heir, inputs, heirs[device.name])
+            assert device is first or device.executor.hold(run_id, block)
+
+        def continues(device):
+            nonlocal taken
+            if device is first:
+                taken += 1
+                assert taken != steps or device.executor.hold(run_id, block)
+            is_held = device is not first or taken >= steps
+            if is_held and run_id in device.executor and device.executor.is_done(run_id):
+                device.executor.hand_over(run_id, heir)
+                device.over.append(run_id)
+            return True
+
+        self._together({heir: inputs}, 0.0, continues)
+        return self.answer(heir)
+
+    def _together(self, inputs, limit_s, continues):
+        def work(device):
+            for run_id, array in inputs.items():
+                if run_id not in device.executor:
+                    device.admit(run_id, array)
+            device.work(tuple(inputs), limit_s, continues)
+
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            list(pool.map(work, self.devices.values()))
+
+    def answer(self, run_id):
+        parts = [part for device in self.devices.values() for part in device.outputs[run_id]]
+        return np.concatenate([array for _, array in sorted(parts, key=lambda part: part[0])])
+
+
+def programs(family, name, devices=2, lengths=(5,)):
     spec, method = EVERY_FAMILY[family], STRATEGIES[name]
     shape, inputs = request(spec, lengths)
     chosen = plan(spec, (name, method.options[0]), (1.0,) * devices)
@@ -65,7 +263,7 @@ def test_each_method_answers_as_without_sockets(family, name):
         assert not JIT or all(device.compiled for device in in_line)
 
 
-def stop_everywhere(pools) -> None:
+def stop_everywhere(pools):
     """Let tapes stop before each of their rows."""
     for pool in pools.values():
         pool.interrupt()
@@ -92,7 +290,7 @@ def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
     bound_programs, inputs, pools = programs(family, name)
     expected, rng = run_together(bound_programs, inputs), random.Random(seed)
 
-    def disturb(device) -> None:
+    def disturb(device):
         (peer,) = (other for other in site.devices if other != device.name)
         name = TOPICS.activation(MODEL, rng.randrange(3), device.name, peer)
         body = rng.randbytes(rng.choice((0, 1, 7, 300, 20_000)))
@@ -154,7 +352,7 @@ def test_a_run_may_end_before_any_row(family, name):
         assert steps > 5
 
 
-def hold_little(device, peer: str) -> None:
+def hold_little(device, peer):
     """Let the kernel hold a few KB for a peer, so that large frames go in parts.
 
     The peer's memory stays: with little of that, TCP itself waits for 40 ms again and again.
