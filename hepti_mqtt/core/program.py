@@ -38,9 +38,10 @@ class Work(NamedTuple):
 # and explainer read it, and none of them knows a strategy by name. A Program is a template: it is built once per
 # (plan, shape), its slots are integers, and it names no request.
 #
-# An op is ready when all slots that it reads are filled. The first ready op by (run id, position in the list) runs
-# next. A slot is written once. An exchange's key is (node, part, source), unique among the Recvs of a Program: the
-# number of the tensor in the model's graph, and the number of the message among those of its source.
+# An op is ready when all slots that it reads are filled, and the ops before it in its stretch (`schedule.py`) have run.
+# The first ready op by (run id, position in the list) runs next. A slot is written once. An exchange's key is (node,
+# part, source), unique among the Recvs of a Program: the number of the tensor in the model's graph, and the number of
+# the message among those of its source.
 
 
 Slot = int

@@ -51,6 +51,7 @@ class RunTemplate:
     effects: tuple[OpEffects, ...]
     readers: tuple[tuple[int, ...], ...]  #: ops that read each slot or a view of it
     reader_counts: tuple[int, ...]  #: number of these ops
+    woken: tuple[tuple[int, ...], ...]  #: ops that wait for each slot's exchange; none if a stretch itself receives it
     slot_of_exchange: Mapping[ExchangeKey, Slot]
     inputs: tuple[ExchangeKey, ...]  #: exchanges that the work frame itself brings
     ready_at_start: tuple[int, ...]  #: ops that wait for nothing
@@ -69,7 +70,8 @@ class RunTemplate:
         effects = [
             e._replace(ready_ops=remaining(e.ready_ops), waiting_ops=remaining(e.waiting_ops)) for e in self.effects
         ]
-        return replace(self, effects=tuple(effects), readers=tuple(map(remaining, self.readers)))
+        readers, woken = (tuple(map(remaining, ops)) for ops in (self.readers, self.woken))
+        return replace(self, effects=tuple(effects), readers=readers, woken=woken)
 
 
 def _task_of(program: Program) -> tuple[int, ...]:
@@ -143,7 +145,8 @@ def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
     Computes that wait for the same exchanges are a stretch. If ops wait in the order of their Recvs, a stretch includes
     direct exchanges: a Recv comes before its first reader, or after it if that begins the stretch. Other exchanges are
-    stretches of their own. So stretches run in the order in which their ops would run.
+    stretches of their own. So stretches run in the order in which their ops would run, unless exchanges arrive in
+    another order than that in which a stretch awaits them.
 
     The ops of a stretch belong to one block of the graph, because another plan may take over a run before the next
     block; it never takes over a session's run.
@@ -177,16 +180,52 @@ def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, [*before, *([place] for place in expected.values()), *out]))
 
 
-def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None = None) -> RunTemplate:
-    """Return the template of a Program; stretches: places of ops that run as one, by default each op alone."""
+def in_turn(program: Program, stretch: Sequence[int]) -> tuple[int, ...]:
+    """Return the places of a stretch in the order in which they run: first the Recvs that its first op reads."""
+    leader, *others = stretch
+    first = program.reads(program.ops[leader])
+    before = [place for place in others if isinstance(op := program.ops[place], Recv) and op.slot in first]
+    return (*before, leader, *(place for place in others if place not in before))
+
+
+def _take_turns(
+    program: Program,
+    stretch: Sequence[int],
+    pending: list[int],
+    effects: list[OpEffects],
+    woken: dict[Slot, tuple[int, ...]],
+) -> int:
+    """Let each op of a stretch wait for the op before it and the Recvs between them; return the last op."""
+    before, received = -1, list[Slot]()
+    for place in in_turn(program, stretch):
+        op = program.ops[place]
+        if isinstance(op, Recv):
+            received.append(op.slot)
+            continue
+        woken.update(dict.fromkeys(received, (place,)))
+        pending[place] += len(received)
+        if before >= 0:
+            pending[place] += 1
+            effects[before] = OpEffects((), (place,), (), ())
+        before, received = place, []
+    return before
+
+
+def make_template(
+    program: Program, stretches: Sequence[tuple[int, ...]] | None = None, *, by_op: bool = False
+) -> RunTemplate:
+    """Return the template of a Program; stretches: places of ops that run as one, by default each op alone.
+
+    by_op: the ops of a stretch run one by one, in the same order, and show their results together, after the last.
+    """
     groups = stretches or tuple((place,) for place in range(len(program.ops)))
     readers: list[list[int]] = [[] for _ in program.slots]
-    pending, ready = [0] * len(program.ops), []
+    pending = [0] * len(program.ops)
     reads: dict[int, list[Slot]] = {}
     slot_of: dict[ExchangeKey, Slot] = {}
     state_slots = program.state_inputs()
     for place, *others in groups:
-        op, group = program.ops[place], [program.ops[p] for p in (place, *others)]
+        group = [program.ops[p] for p in (place, *others)]
         within = {slot for each in group for slot in slots_written(each)}
         used = dict.fromkeys(slot for each in group for slot in program.reads(each))
         reads[place] = [slot for slot in used if slot not in within]
@@ -196,15 +235,18 @@ def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None 
         for each in group:
             if isinstance(each, Recv):
                 slot_of.update(dict.fromkeys(each.keys, each.slot))
-        if not isinstance(op, Recv) and not pending[place]:
-            ready.append(place)
     effects = [OpEffects((), (), (), ())] * len(program.ops)
+    last, woken = dict[int, int](), dict[Slot, tuple[int, ...]](enumerate(map(tuple, readers)))
+    for stretch in groups:
+        woken.update({op.slot: () for p in stretch[1:] if isinstance(op := program.ops[p], Recv)})
+        has_turns = by_op and len(stretch) > 1
+        last[stretch[0]] = _take_turns(program, stretch, pending, effects, woken) if has_turns else stretch[0]
     for place, *others in groups:
         written = [slot for p in (place, *others) for slot in slots_written(program.ops[p])]
         if others:
             written = [slot for slot in written if readers[slot]]
-        effects[place] = _after(written, reads[place], readers, pending)
-    places = tuple(sorted(place for place, *_ in groups))
+        effects[last[place]] = _after(written, reads[place], readers, pending)
+    places = tuple(range(len(program.ops)) if by_op else sorted(place for place, *_ in groups))
     task_of, runs = _task_of(program), Counter[int]()
     of_ops = [place for place in places if not isinstance(program.ops[place], Recv)]
     if task_of:
@@ -218,9 +260,10 @@ def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None 
         effects=tuple(effects),
         readers=tuple(tuple(r) for r in readers),
         reader_counts=tuple(len(r) for r in readers),
+        woken=tuple(woken.values()),
         slot_of_exchange=slot_of,
         inputs=tuple(key for key in slot_of if key[2] == PLANNER and key not in late),
-        ready_at_start=tuple(sorted(ready)),
+        ready_at_start=tuple(place for place in of_ops if not pending[place]),
         op_count=len(of_ops) - runs.total(),
         task_inputs=begun,
         task_of_op=task_of,
@@ -306,16 +349,16 @@ class RunMachine(Generic[R]):
         return "duplicate" if run.received[slot] else slot
 
     def fill_slot(self, run: R, slot: Slot) -> bool:
-        """Mark a slot as received; return whether it has readers."""
+        """Mark a slot as received; return whether ops wait for it."""
         run.received[slot] = True
-        readers, pending = run.template.readers[slot], run.pending
-        for place in readers:
+        woken, pending = run.template.woken[slot], run.pending
+        for place in woken:
             pending[place] -= 1
             if not pending[place]:
                 heappush(self._ready, (run.run_id, place))
         if run.awaited and (suspended := run.awaited.pop(slot, None)) is not None:
             heappush(self._ready, (run.run_id, suspended))
-        return bool(readers)
+        return bool(woken)
 
     def suspend(self, run: R, place: int, awaits: Slot | None = None) -> None:
         """Make a stretch continue later at one of its places: in its turn, or after a slot is filled."""

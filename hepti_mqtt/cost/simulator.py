@@ -14,18 +14,16 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.core.plan import Plan, Route
-from hepti_mqtt.core.profiles import (
-    BROKER_IN,
-    BROKER_OUT,
-    LOCAL_BYTES_PER_S,
-    Cluster,
-    DeviceProfile,
-    Link,
-    Paths,
-    Queue,
-)
+from hepti_mqtt.core.profiles import BROKER_IN, BROKER_OUT, LOCAL_BYTES_PER_S, Cluster, DeviceProfile, Paths, Queue
 from hepti_mqtt.core.program import Compute, ExchangeKey, Program, SameProgram, Send, SlotSpec, Work, publish_targets
-from hepti_mqtt.core.schedule import ProgramRun, RunMachine, RunTemplate, make_template, route_to_replicas
+from hepti_mqtt.core.schedule import (
+    ProgramRun,
+    RunMachine,
+    RunTemplate,
+    make_template,
+    route_to_replicas,
+    stretches_of,
+)
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE
 from hepti_mqtt.models import input_bytes
@@ -45,15 +43,13 @@ class TopicNames(NamedTuple):
 
 def send_bytes(naming: TopicNames, device: str, op: Send, slot: SlotSpec) -> tuple[int, ...]:
     """Return the size of each PUBLISH packet of a Send."""
-    topics = Topics(naming.site)
-    out = []
-    for to in publish_targets(op):
-        if to == PLANNER:
-            out.append(publish_bytes(topics.reports(device), frame_bytes(slot.nbytes), 1))
-        else:
-            topic = topics.activation(naming.model, op.layer, device, to)
-            out.append(publish_bytes(topic, frame_bytes(slot.nbytes), 0))
-    return tuple(out)
+    topics, nbytes = Topics(naming.site), frame_bytes(slot.nbytes)
+    return tuple(
+        publish_bytes(topics.reports(device), nbytes, 1)
+        if to == PLANNER
+        else publish_bytes(topics.activation(naming.model, op.layer, device, to), nbytes, 0)
+        for to in publish_targets(op)
+    )
 
 
 def dispatch_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, devices: Iterable[str]) -> int:
@@ -272,10 +268,10 @@ class CostedProgram:
     __slots__ = ("costs", "flops", "inner", "products", "program", "sizes", "template")
 
     def __init__(
-        self, naming: TopicNames, device: str, profile: DeviceProfile, program: Program, layer: int | None
+        self, naming: TopicNames, device: str, profile: DeviceProfile, same: SameProgram, layer: int | None
     ) -> None:
-        self.program = program
-        self.template, work = _prepared(SameProgram(program))
+        self.program = program = same.program
+        self.template, work = _prepared(same)
         self.costs: list[float] = []
         self.products: list[float] = []  #: seconds of each op in products with weights
         self.sizes: list[tuple[int, ...]] = []  #: of each PUBLISH packet, by op
@@ -309,14 +305,10 @@ def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], .
 
     program = same.program
     work = tuple(works(op, program.slots) if isinstance(op, Compute) else () for op in program.ops)
-    return make_template(program), work
+    return make_template(program, stretches_of(program), by_op=True), work
 
 
-@lru_cache(maxsize=LOWERED_CACHE_SIZE)
-def _costed(
-    naming: TopicNames, device: str, profile: DeviceProfile, same: SameProgram, layer: int | None
-) -> CostedProgram:
-    return CostedProgram(naming, device, profile, same.program, layer)
+_costed: Final = lru_cache(maxsize=LOWERED_CACHE_SIZE)(CostedProgram)
 
 
 class DeviceRun(ProgramRun):
@@ -336,8 +328,8 @@ class SimulatedDevice:
         self.name, self.profile = name, profile
         self.machine: RunMachine[DeviceRun] = RunMachine()
         self.inbox: deque[FrameArrival] = deque()
-        self.begun: set[int] = set()  #: ids of all runs that have begun
-        self.early: dict[int, list[ExchangeKey]] = {}  #: exchanges that arrived before their request
+        #: exchanges without an active run: they arrived before their request, or after the end of their run
+        self.early: dict[int, list[ExchangeKey]] = {}
         self.use = DeviceUse()
         self.busy, self.finished_s = False, 0.0
 
@@ -353,7 +345,8 @@ class LinkQueues:
     """The arrival times of packets over the links of a site; `note` records when each link is busy."""
 
     def __init__(self, cluster: Cluster, note: Note) -> None:
-        self._cluster, self._note = cluster, note
+        self._broker_bytes_per_s, self._note = cluster.broker_bytes_per_s, note
+        self._links = {**cluster.links, PLANNER: cluster.planner_link}
         self._paths = Paths(cluster)
         self._free: dict[Queue, float] = {}  #: time from which each queue is free
 
@@ -362,7 +355,7 @@ class LinkQueues:
 
         The broker's own link carries a packet at the same time as the other end's link; each target gets a copy.
         """
-        free, up, queue = self._free, self._link(source), self._paths.link_queue(source, "up")
+        free, up, queue = self._free, self._links[source], self._paths.link_queue(source, "up")
         start = max(now, free.get(queue, 0.0))
         stop = max(start + size / up.up_bytes_per_s, self._pass_broker(start, BROKER_IN, up.up_bytes_per_s, size))
         free[queue] = stop
@@ -370,7 +363,7 @@ class LinkQueues:
         at_broker = stop + up.latency_s
         arrivals = {}
         for target in targets:
-            down, queue = self._link(target), self._paths.link_queue(target, "down")
+            down, queue = self._links[target], self._paths.link_queue(target, "down")
             through = self._pass_broker(at_broker, BROKER_OUT, down.down_bytes_per_s, size)
             begin = max(at_broker, free.get(queue, 0.0))
             end = max(begin + size / down.down_bytes_per_s, through)
@@ -395,24 +388,17 @@ class LinkQueues:
         self._note(target, "down", label, stop - down_s, stop)
         return stop + path.latency_s
 
-    def _link(self, device: str) -> Link:
-        return self._cluster.planner_link if device == PLANNER else self._cluster.links[device]
-
     def _pass_broker(self, start: float, queue: Queue, rate: float, size: int) -> float:
         """Return when a packet has passed the broker's own link; its start if it does not use that link."""
-        broker = self._cluster.broker_bytes_per_s
-        if rate >= LOCAL_BYTES_PER_S or broker == inf:
+        if rate >= LOCAL_BYTES_PER_S or self._broker_bytes_per_s == inf:
             return start
-        self._free[queue] = through = max(start, self._free.get(queue, 0.0)) + size / broker
+        self._free[queue] = through = max(start, self._free.get(queue, 0.0)) + size / self._broker_bytes_per_s
         return through
-
-
-_VERSION: Final = PlanVersion(1, 1)
 
 
 def lease_message_bytes(naming: TopicNames, device: str, lease: bool) -> int:
     """Return the size of the PUBLISH of a lease, or of the message that a task is done."""
-    topics, key = Topics(naming.site), (naming.model, _VERSION, 1)
+    topics, key = Topics(naming.site), (naming.model, PlanVersion(1, 1), 1)
     if lease:
         return publish_bytes(topics.command(device), len(messages.encode(messages.LeaseTasks(*key, (1,)))), 1)
     return publish_bytes(topics.reports(device), len(messages.encode(messages.TaskDone(*key, 1))), 1)
@@ -443,7 +429,7 @@ class _InFlight:
     reports: int  #: missing reports of devices
     until_s: float  #: predicted end
     tasks: TaskQueue | None = None
-    answered_s: float | None = None
+    answered_s: float | None = None  #: of the last part of the answer so far
     takeover_s: float | None = None  #: next check for a lease to duplicate
     root: str = ""  #: the device that needs the tasks' results
     leased_s: dict[tuple[str, int], float] = field(default_factory=dict)  #: time at which a device received a task
@@ -561,8 +547,7 @@ class Simulator:
         """Receive a part of an answer; the last part answers the request, perhaps before all reports."""
         flight = self.flights[run_id]
         flight.outputs -= 1
-        if not flight.outputs:
-            flight.answered_s = now
+        flight.answered_s = now
         self.release_if_done(now, flight)
 
     def on_report(self, now: float, run_id: int, device: str) -> None:
@@ -662,14 +647,13 @@ class Simulator:
             run = DeviceRun(run_id, self.flights[run_id].parts[device.name])
             device.use.flops += run.costed.flops
             machine.admit(run)
-            device.begun.add(run_id)
             for key in (*run.template.inputs, *device.early.pop(run_id, ())):
                 self.deliver(machine, run, key)
             self.begin_tasks(now, device, run)
             self.finish_run(now, device, run)
         elif (run_of_frame := machine.runs.get(run_id)) is not None:
             self.deliver(machine, run_of_frame, frame.key)
-        elif run_id not in device.begun:
+        else:
             device.early.setdefault(run_id, []).append(frame.key)
         if not device.busy:
             self.start_next(now, device)
@@ -740,21 +724,18 @@ class Simulator:
         name, program = device.name, run.costed.program
         device.use.sent_bytes += sum(sizes)
         label, nbytes, key = program.node(op.node), program.slots[op.slot].nbytes, (op.node, op.part, name)
-        if op.route == "mesh":
-            for to, size in zip(op.to, sizes, strict=True):
-                when = self.links.via_mesh(now, name, to, size, label)
-                frame = FrameArrival(when, to, run.run_id, key, nbytes, label, op.route)
-                self.schedule(when, _ARRIVES, self.on_arrival, frame)
-            return
         for to, size in zip(publish_targets(op), sizes, strict=True):
-            targets = self.listeners[name] if to == ALL_DEVICES else (to,)
-            for target, when in self.links.via_broker(now, name, targets, size, label).items():
+            if op.route == "mesh":
+                arrivals = {to: self.links.via_mesh(now, name, to, size, label)}
+            else:
+                targets = self.listeners[name] if to == ALL_DEVICES else (to,)
+                arrivals = self.links.via_broker(now, name, targets, size, label)
+            for target, when in arrivals.items():
                 if target == PLANNER:
                     self.schedule(when, _ARRIVES, self.on_output, run.run_id)
                 else:
-                    self.schedule(
-                        when, _ARRIVES, self.on_arrival, FrameArrival(when, target, run.run_id, key, nbytes, label)
-                    )
+                    frame = FrameArrival(when, target, run.run_id, key, nbytes, label, op.route)
+                    self.schedule(when, _ARRIVES, self.on_arrival, frame)
 
     def finish_run(self, now: float, device: SimulatedDevice, run: DeviceRun) -> None:
         """Begin the report of a run without ops left."""
@@ -776,11 +757,6 @@ class Simulator:
         self.start_next(now, device)
 
     # -- the outcome ----------------------------------------------------------------------------------------------
-
-    def period(self) -> float:
-        """Return the time from the end of the layer before the repeated layer to the end of the latter."""
-        assert self.layer is not None
-        return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
     def outcome(self) -> Simulation:
         """Return the outcome of all requests; raises ValueError if Programs wait for each other forever."""
@@ -846,9 +822,10 @@ def simulate(
     simulation = clock.outcome()
     _divide_time(simulation, clock.spans, 0.0, simulation.seconds, 1)
     if repeated is not None:
-        more, period, run = repeated[1] - 1, clock.period(), simulation.runs[0]
-        end_s = clock.ends.get(repeated[0], 0.0)
-        _divide_time(simulation, clock.spans, end_s - period, end_s, more)
+        more, run = repeated[1] - 1, simulation.runs[0]
+        begin_s, end_s = (clock.ends.get(layer, 0.0) for layer in (repeated[0] - 1, repeated[0]))
+        _divide_time(simulation, clock.spans, begin_s, end_s, more)
+        period = end_s - begin_s
         simulation.runs = (run._replace(answered_s=run.answered_s + more * period),)
         for name, use in simulation.devices.items():
             inner = clock.part(name, programs[name]).inner

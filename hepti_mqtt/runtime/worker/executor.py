@@ -34,6 +34,7 @@ from hepti_mqtt.core.schedule import (
     ProgramRun,
     RunMachine,
     RunTemplate,
+    in_turn,
     is_direct,
     make_template,
     stretches_of,
@@ -169,12 +170,7 @@ def _stretch(
     workers: Workers,
     states: Mapping[Slot, str],
 ) -> Stretch:
-    program = template.program
-    leader, *others = places
-    first = program.reads(program.ops[leader])
-    # The Recvs that the leader reads come before it.
-    before = [p for p in others if isinstance(op := program.ops[p], Recv) and op.slot in first]
-    places = (*before, leader, *(p for p in others if p not in before))
+    program, leader, places = template.program, places[0], in_turn(template.program, places)
     calls, read, written = list[Calls](), dict[Slot, None](), dict[Slot, None]()
     exchanges: list[tuple[Send | Recv, str]] = []
     for op in (program.ops[place] for place in places):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from program_builder import ProgramBuilder
 
 from hepti_mqtt.core.program import Recv, slots_written
-from hepti_mqtt.core.schedule import ProgramRun, RunMachine, make_template
+from hepti_mqtt.core.schedule import ProgramRun, RunMachine, make_template, stretches_of
 
 
 def both(b):
@@ -89,6 +89,26 @@ def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its
     assert machine.next_op() is None
     assert not run.ops_left
     assert len(set(over)) == len(over)
+
+
+def test_ops_of_a_stretch_run_in_turn_whichever_exchange_is_first_and_show_their_results_together():
+    b = ProgramBuilder("me")
+    x, y = b.recv((1,), "one", 0), b.recv((1,), "other", 1)
+    first, second = b.compute("add", (x,), (1,)), b.compute("add", (y,), (1,))
+    both = b.compute("add", (first, second), (1,))
+    for slot in (second, both):
+        b.send(slot, ("planner",), slot)
+    program = b.build()
+    machine: RunMachine[ProgramRun] = RunMachine()
+    run = ProgramRun(1, make_template(program, stretches_of(program), by_op=True))
+    machine.admit(run)
+    fill(machine, run, 1, 0, "other")
+    assert machine.next_op() is None
+    fill(machine, run, 0, 0, "one")
+    for place in (2, 3, 4):
+        assert [machine.next_op(), machine.next_op()] == [(run, place), None]
+        machine.finish_op(run, place)
+    assert [machine.next_op() for _ in range(3)] == [(run, 5), (run, 6), None]
 
 
 def any_program(rng, ops):

@@ -102,9 +102,7 @@ def questions(draw):
         ((1,),) if isinstance(spec.input_spec, ImageInput) else ((5,), (4, 3), (1,), (2, 6, 1))
     )  # a run has one picture
     lengths = draw(st.lists(st.sampled_from(batches), min_size=2, max_size=3), label="lengths")
-    # Over the mesh a stretch waits for its frames in the order of its ops, and the simulator runs the op of any frame.
-    # Frames of one peer arrive in that order.
-    if len(fixed.devices) == 2 and draw(st.booleans(), label="over mesh"):
+    if draw(st.booleans(), label="over mesh"):
         pairs = tuple(permutations(fixed.devices, 2))
         relayed = draw(st.sets(st.sampled_from(pairs)), label="relayed") if pairs else ()
         fixed = replace(fixed, route="mesh", relayed_pairs=tuple(sorted(relayed)))

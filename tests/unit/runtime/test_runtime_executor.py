@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from program_builder import ProgramBuilder
@@ -86,6 +88,29 @@ def test_a_stretch_may_be_suspended_behind_each_op_and_ops_run_in_order(ops):
     # The second op waits for less than the first, and the third for both: none of them are a stretch.
     assert steps == [(run, place) for run in (1, 2) for place in (2, 3, 4, 5)]
     np.testing.assert_array_equal(sent, [4 * X] * 2)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_tensor_that_a_stretch_receives_starts_a_stretch_of_the_next_block_once(order):
+    b = ProgramBuilder("me")
+    x = b.recv((2, 2), "planner", 0)
+    twice = b.compute("add", (x, x), (2, 2), bias=False)
+    y = b.recv((2, 2), "peer", 1)
+    b.send(b.compute("add", (twice, y), (2, 2), bias=False), ("peer",), 2)
+    b.send(b.compute("add", (y, y), (2, 2), bias=False), ("planner",), 4)
+    program = b.build()
+    ops = list(program.ops)
+    ops[4], ops[5] = ops[4]._replace(route="mesh"), ops[5]._replace(node=3)
+    executor, sent = Executor(), []
+    executor.admit(1, bind(replace(program, ops=tuple(ops), blocks=(0, 3)), {}, Workers(1)))
+    exchanges = [((0, 0, "planner"), X), ((1, 0, "peer"), 10 * X)]
+    for key, array in [exchanges[n] for n in order]:
+        executor.deliver(1, key, array)
+        while (step := executor.next_step()) is not None:
+            if (outgoing := step.run()) is not None:
+                sent.append((outgoing.op.to, outgoing.array.tolist()))
+    assert sent == [(("peer",), (12 * X).tolist()), (("planner",), (20 * X).tolist())]
+    assert executor.finish_if_done(1)
 
 
 def test_dropping_a_request_gives_its_buffers_back():

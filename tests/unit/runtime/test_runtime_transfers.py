@@ -18,8 +18,8 @@ from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 from together import bound, run_together
 
 from device_agent.links import MeshLinks
-from device_agent.network import ErrorLog
 from hepti_mqtt import models
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.kernels import Workers, transfers
@@ -51,7 +51,7 @@ class Device:
     def __init__(self, name, bound):
         self.name, self.bound = name, bound
         self.executor, self.joined = Executor(), set()
-        self.complaints = ErrorLog(logging.getLogger("test"))
+        self.complaints = RateLimitedLog(logging.getLogger("test"))
         self.links = MeshLinks(TOPICS, name, 1, self.complaints, "127.0.0.1")
         self.outputs, self.early, self.over, self.key = {}, [], [], UNKEYED
         self.checks_all = False  # whether Python exchanges all frames
