@@ -124,11 +124,14 @@ def continued(
     return tuple(ids[len(prompt) :])
 
 
+SAMPLES = np.random.default_rng(3).integers(-9000, 9000, 4000, np.int16)
+
+
 def _recording() -> bytes:
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes(np.random.default_rng(3).integers(-9000, 9000, 4000, np.int16).tobytes())
+        file.writeframes(SAMPLES.tobytes())
     return out.getvalue()
 
 
