@@ -48,5 +48,6 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, relays, encry
 
 
 def test_tls_to_a_port_without_it_is_a_network_error(mosquitto, peers):
+    url = BrokerUrl("127.0.0.1", mosquitto.port, tls=True)
     with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):
-        peers(BrokerUrl("127.0.0.1", mosquitto.port, tls=True))
+        peers(url, connect=False).transport.connect(5)
