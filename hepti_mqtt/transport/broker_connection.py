@@ -246,6 +246,12 @@ class BrokerConnection:
         return self._heard_s if link is None else link.heard_at
 
     @property
+    def received_bytes(self) -> int:
+        """Return the number of received bytes on this connection, also of messages that are still arriving."""
+        link = self._link
+        return 0 if link is None else link.received_bytes
+
+    @property
     def connected(self) -> bool:
         """Return whether the connection is up."""
         return self._link is not None

@@ -128,6 +128,12 @@ class Link:
         """Return the number of queued QoS 0 messages."""
         return len(self._ends)
 
+    @property
+    def received_bytes(self) -> int:
+        """Return the number of received bytes, also of messages that have not arrived completely."""
+        reader = self._reader
+        return 0 if reader is None else reader.nbytes
+
     def open(self, timeout_s: float, patience_s: float, stop: Callable[[], bool]) -> None:
         """Connect within `timeout_s` and wait `patience_s` for the CONNACK.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
 import pytest
 from broker_kinds import needs_mosquitto, outer_address
 from limited_broker import mosquitto_with
+from relay import Relay
 from site_processes import Voice
 
 from hepti_mqtt.core.errors import NetworkError, PacketLimitError
@@ -64,6 +66,24 @@ def test_no_packet_at_the_border_costs_a_connection(tmp_path):
 def test_what_is_wanted_is_enough(broker):
     url = BrokerUrl.parse(broker.url)
     assert largest_packet(url, client_id="pi", topic=TOPIC, wanted_bytes=3_000_000) == 3_000_000
+
+
+class Halting(Relay):
+    """Brings a client the beginning of what the broker sends, at most 600 kB, as a slow network does for a while."""
+
+    def relay(self, source, target):
+        if any(source is near for near, _ in self.pairs):
+            super().relay(source, target)
+            return
+        with contextlib.suppress(OSError):
+            for _ in range(60):
+                target.sendall(source.recv(10_000))
+
+
+def test_the_beginning_of_a_large_message_is_enough(broker):
+    with contextlib.closing(Halting(BrokerUrl.parse(broker.url).port)) as relay:
+        url = BrokerUrl.parse(relay.url)
+        assert largest_packet(url, client_id="pi", topic=TOPIC, wanted_bytes=1_000_000) == 1_000_000
 
 
 def test_without_a_broker_there_is_no_limit_to_find():
