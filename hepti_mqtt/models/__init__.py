@@ -1,4 +1,4 @@
-"""Model families: a file each says what a config.json means, which tensors a model has, and its graph."""
+"""Model families: a file for each reads its config.json, and has its tensors, its graph and its NumPy reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decoders with rotary positions as graphs: they continue a text in a session, or embed whole ones.
+"""Graph and NumPy reference of decoders with rotary positions: they continue a text in a session, or embed whole texts.
 
-m new tokens, C rows of the cache, h hidden, V vocabulary.
+B items of a run, m new tokens, h hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from hepti_mqtt.models.transformer import ModelSpec, add_layers
 LOGITS: Final = "lm_head.weight"
 
 
-def head_tensors(spec: ModelSpec, words: tuple[str, ...]) -> Iterator[TensorSource]:
-    """Yield the matrix to the logits where a model generates; words: names of the embeddings, to which it is tied."""
+def head_tensors(spec: ModelSpec, embeddings: tuple[str, ...]) -> Iterator[TensorSource]:
+    """Yield the matrix to the logits of a model that generates; embeddings: stored names of the token embeddings."""
     if spec.head.task == "generation":
-        stored = (LOGITS, *(words if spec.head.tied else ()))
+        stored = (LOGITS, *(embeddings if spec.head.tied else ()))
         logits = weight(HEAD, stored, spec.hidden, spec.head.outputs)
-        yield replace(logits, created_name=words[0] if spec.head.tied else "")
+        yield replace(logits, created_name=embeddings[0] if spec.head.tied else "")
 
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one run.
+    """Add the graph of one run: of a model that generates, the inputs of `add_inputs` -> logits [B, V] or candidates.
 
-    Of a model that generates: how many tokens came before, for each of B items, then ids, i32 [B + m] -> the next
-    token's logits [B, V], or its candidates; of a model that embeds: ids i32 [m] -> embeddings.
+    Of a model that embeds: ids i32 [m] -> embeddings [B, h].
     """
     ids = at = heat = rows = ""
     if spec.head.task == "generation":
@@ -51,10 +50,10 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
 
 
 def add_inputs(net: GraphBuilder, shape: TokenBatch, width: int) -> tuple[str, str, str, str]:
-    """Add what a run of sessions reads: how many rows each cache has already, i32 [B], ids, i32 [m], and temperatures.
+    """Add the input of a run of sessions, i32, and return the names of its parts.
 
-    A temperature for each row that it answers for by candidates, i32 [r] (the bits of f32), then the rows that are
-    added to embeddings, i32 [m width]; no tensor without.
+    Parts: the number of rows in each session's cache [B], ids [m], temperatures of the rows with candidates [r] (the
+    bits of f32), and rows that are added to embeddings [m width], in fixed point. Absent parts have empty names.
     """
     items, ids_end = len(shape.lengths), len(shape.lengths) + shape.tokens
     last = ids_end + shape.temperatures
@@ -68,18 +67,18 @@ def add_inputs(net: GraphBuilder, shape: TokenBatch, width: int) -> tuple[str, s
 def first_tokens(inputs: plain.Array, shape: TokenBatch) -> plain.Array:
     """Return the ids of a run that begins its sessions; raises UnsupportedModelError for a later run."""
     items = len(shape.lengths)
-    places, ids, _ = np.split(inputs, [items, items + shape.tokens])
-    if places.any():
-        raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
+    cached, ids, _ = np.split(inputs, [items, items + shape.tokens])
+    if cached.any():
+        raise UnsupportedModelError("the reference has no KV cache; give it whole sequences, from the first token")
     return ids
 
 
 def reference(
     spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: TokenBatch
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the answer) in plain NumPy, without a cache.
+    """Return (final hidden states [m, h], the answer) in plain NumPy, for runs that begin their sessions.
 
-    inputs: as `graph` has them; the rows of the cache must be 0.
+    inputs: those of `graph`, with empty caches.
     """
     ids = inputs
     if spec.head.task == "generation":

@@ -1,4 +1,4 @@
-"""Reads a model's JSON files with errors that name the file and the key."""
+"""Reads keys of a model's JSON files, with errors that name the file and the key; tables of supported keys."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 }
 
 
-_MOST_LABELS_PER_NAME: Final = 4  # of gaps in id2label; beyond, a number is a slip
+_MOST_LABELS_PER_NAME: Final = 4  # with more gaps in id2label, one of its numbers is taken for a mistake
 
 
-# What layers are called that see all tokens, or those near to them.
+# Values of `layer_types`: layers that attend to all tokens, and layers with a window.
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 
 class KeyTable(NamedTuple):
-    """What a file of a model may say: each of its keys is read, has no effect on an answer, or has one value here.
+    """The supported keys of a JSON file; `JsonConfig.check_keys` refuses others."""
 
-    only: the values that are computed; null, and a missing key, are always among them. closed: keys outside of the
-    table are refused; else they have no effect, as in the library that wrote the file.
-    """
-
+    #: Keys with any value: the code reads them.
     read: frozenset[str]
+    #: Keys with any value: they have no effect on answers.
     without_effect: frozenset[str] = frozenset()
+    #: Supported values of further keys; null is always supported.
     only: Mapping[str, tuple[Any, ...]] = {}
+    #: Keys outside this table are refused; if False, they are ignored, as by the library that wrote the file.
     closed: bool = True
 
 
@@ -63,21 +63,21 @@ class JsonConfig:
         self.data: Mapping[str, Any] = data
 
     def get(self, key: str, default: Any) -> Any:
-        """Return the value, or `default` where the key is missing or null."""
+        """Return the value, or `default` if the key is missing or null."""
         value = self.data.get(key)
         return default if value is None else value
 
     def require(self, key: str) -> Any:
-        """Return the value; raise ModelError where the key is missing or null."""
+        """Return the value; raise ModelError if the key is missing or null."""
         value = self.data.get(key)
         if value is None:
             raise ModelError(f"{self.file}: key {key!r} is missing; restore the file as the model was published")
         return value
 
     def renamed(self, names: Mapping[str, str]) -> JsonConfig:
-        """Return this file under the keys that are read; names: the other names of keys, as some writers have them.
+        """Return this file with other names of keys replaced; names: the key that is read, by its other name.
 
-        Raises ModelError where both names stand for different values.
+        Raises ModelError if both names are present with different values.
         """
         data = dict(self.data)
         for other, key in names.items():
@@ -87,7 +87,7 @@ class JsonConfig:
         return JsonConfig(self.file, data)
 
     def bad_value(self, key: str, want: str, value: Any) -> ModelError:
-        """Return the error for a value of the wrong kind."""
+        """Return the error for a wrong value."""
         return ModelError(f"{self.file}: {key!r} must be {want}, got {value!r}")
 
     def positive(self, key: str, default: int | None = None) -> int:
@@ -123,7 +123,7 @@ class JsonConfig:
         return value
 
     def per_channel(self, key: str, channels: int) -> tuple[float, ...]:
-        """Return one finite number per channel; a single one counts for all."""
+        """Return one finite number per channel; a single number applies to all channels."""
         value = self.require(key)
         values = [value] * channels if _is_number(value) else value
         if not isinstance(values, Sequence) or len(values) != channels or not all(map(_is_number, values)):
@@ -149,14 +149,14 @@ class JsonConfig:
         return ACTIVATIONS[value]
 
     def labels(self) -> tuple[str, ...]:
-        """Return the names of the classes in order; LABEL_0, LABEL_1, ... where the file has none."""
+        """Return the names of the classes in order; LABEL_0, LABEL_1, ... if the file has none."""
         named = self.get("id2label", None)
         if named is None:
             return tuple(f"LABEL_{i}" for i in range(self.positive("num_labels", 2)))
         if not isinstance(named, Mapping) or not named:
             raise self.bad_value("id2label", "an object of numbers and names", named)
         numbers = {int(k): str(v) for k, v in named.items() if str(k).isdecimal()}
-        # As many outputs as the weights of a model with all of these have: a number without a name is a gap.
+        # The weights have an output for each number up to the largest, also for numbers without a name.
         count = max(1 + max(numbers, default=0), self.positive("num_labels", 1))
         if len(numbers) < len(named) or count > _MOST_LABELS_PER_NAME * len(named):
             raise self.bad_value("id2label", "an object of numbers from 0 and names", [*named][:8])
@@ -168,7 +168,7 @@ class JsonConfig:
             if value is None or key in table.read or key in table.without_effect:
                 continue
             if key in table.only:
-                # By type as well: 1 is equal to true, and 0 to false.
+                # Types are compared too, because 1 equals true and 0 equals false.
                 is_supported = any(value == v and type(value) is type(v) for v in table.only[key])
                 why = f"only {', '.join(map(repr, table.only[key]))} is" if table.only[key] else "it is not"
             else:
@@ -188,9 +188,9 @@ class JsonConfig:
         return heads
 
     def rope_theta(self, default: float, key: str = "rope_theta", kind: str = "") -> float:
-        """Return the base of rotary positions; raise UnsupportedModelError for positions that are scaled.
+        """Return the base of rotary positions; raise UnsupportedModelError for scaled positions.
 
-        key: its name in older files. kind: of the layers, if kinds of layers have different bases.
+        key: of the base outside `rope_parameters`. kind: `FULL` or `SLIDING`, if these layers have different bases.
         """
         parts = self.get("rope_parameters", {})
         for place in ("rope_parameters", "rope_scaling"):
@@ -208,15 +208,15 @@ class JsonConfig:
             about = any(word in key for word in ("attention", "attn", "causal", "window", "rope", "rotary"))
             if about and value is not None and key not in _ATTENTION_KEYS and key not in others:
                 raise UnsupportedModelError(
-                    f"{self.file}: {key} {_short(value)} may change what tokens see, and its meaning is not supported; "
-                    "use a model without it, or remove the key if it does not matter"
+                    f"{self.file}: {key} {_short(value)} may change attention, and its meaning is not supported; use a "
+                    "model without it, or remove the key if it does not matter"
                 )
 
-    def layer_kinds(self, layers: int, is_global: Callable[[int], bool]) -> tuple[bool, ...]:
-        """Return whether each layer sees all tokens: as `layer_types` says, or else `is_global` of its number."""
+    def layer_kinds(self, layers: int, is_full: Callable[[int], bool]) -> tuple[bool, ...]:
+        """Return whether each layer attends to all tokens: by `layer_types`, or `is_full` of its index without it."""
         named = self.get("layer_types", None)
         if named is None:
-            return tuple(is_global(i) for i in range(layers))
+            return tuple(is_full(i) for i in range(layers))
         if not isinstance(named, list) or len(named) < layers or not set(named) <= {FULL, SLIDING}:
             raise self.bad_value("layer_types", f"a list of {layers} of {FULL} and {SLIDING}", named)
         return tuple(name == FULL for name in named[:layers])
@@ -236,5 +236,5 @@ def _short(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    # By comparison: an integer may be too large to become a float.
+    # Compared, not converted: an integer may be too large for a float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

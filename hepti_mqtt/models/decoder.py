@@ -1,8 +1,8 @@
-"""Decoders with rotary positions, as one table: they continue a text, or embed it by its last token or its mean.
+"""The table of decoders with rotary positions, and their specs and tensors; `causal.py` has their graph.
 
-All norm before each block, have a gated MLP, and share keys and values among groups of heads. `DECODERS` has, for each
-architecture, how its config.json, its tensors and its GGUF files differ from Llama's (Touvron et al., 2023). m tokens,
-h hidden, d columns of a head, f MLP width.
+A decoder continues a text, or embeds it. All have norms before attention and MLP, a gated MLP, and keys and values that
+groups of heads share. A row of `DECODERS` states how config.json, tensors and GGUF files of an architecture differ from
+Llama's (Touvron et al., 2023). m tokens, h hidden, a heads, d columns of a head, f MLP width.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ _LAYER: Final = {
     "mlp_up": "mlp.up_proj", "mlp_down": "mlp.down_proj", "mlp_norm": "post_attention_layernorm",
 }  # fmt: skip
 _QKV: Final = ("query", "key", "value")
-_NORMED: Final = (  # heads of queries and keys are normed
+_NORMED: Final = (  # each head of queries and keys has a norm
     {part: _LAYER[part] for part in _QKV}
     | {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
     | {part: name for part, name in _LAYER.items() if part not in _QKV}
 )
 _BLOCK: Final = BlockSpec(biases=(), norm_bias=False, rms=True, gated=True)
-# Refuse windows: Llama ignores them, but the cache of transformers drops tokens by them.
+# Windows are refused: Llama ignores them, but the cache of transformers drops tokens by them.
 _WINDOWS: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_chunk_size": (), "layer_types": (), "sliding_window": (), "rope_interleaved": (False,),
 }  # fmt: skip
-Windows = Callable[[JsonConfig, bool], tuple[int, ...]]  # (config, causal) -> `BlockSpec.windows`
+Windows = Callable[[JsonConfig, bool], tuple[int, ...]]  # (config.json, is causal) -> `BlockSpec.windows`
 
 
 class Gguf(NamedTuple):
-    """How GGUF files name an architecture, and what their metadata leaves out."""
+    """An architecture in GGUF files: its name, and the keys that it has or lacks."""
 
-    #: `general.architecture`
+    #: Value of `general.architecture`.
     name: str
-    #: Keys of config.json that the metadata lacks.
+    #: Keys and values of config.json that the metadata lacks.
     config: Mapping[str, Any] = {}
-    #: Keys of config.json by those of the metadata, besides the common ones.
+    #: Further keys of the metadata, each with its key of config.json; common keys are in `gguf_names.KEYS`.
     keys: Mapping[str, str] = {}
-    #: The two rows of a rotated pair of queries or keys are neighbours.
+    #: The converter moved the two rows of a rotated pair of queries or keys next to each other.
     pairs_together: bool = False
-    #: Names of parts of a layer that other architectures call otherwise.
+    #: GGUF names of a layer's parts that differ from `gguf_names`, each with its part (a key of `part_names`).
     parts: Mapping[str, str] = {}
-    #: Keys of positions scaled by YaRN that the metadata lacks.
+    #: Keys and values of YaRN's scaling that the metadata lacks.
     yarn: Mapping[str, Any] = {}
-    #: Return what config.json says that follows from the rest of it.
+    #: Return keys of config.json that are computed from the others.
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
 
 
-def _sees_all(_config: JsonConfig, _causal: bool) -> tuple[int, ...]:
+def _no_windows(_config: JsonConfig, _is_causal: bool) -> tuple[int, ...]:
     return ()
 
 
@@ -72,133 +72,141 @@ _QWEN_MIXTURE: Final = mixture(
 
 
 class Decoder(NamedTuple):
-    """A family of decoders: what differs from Llama."""
+    """An architecture in the table: its differences from Llama, which the defaults describe."""
 
+    #: `model_type` in config.json.
     model_type: str
-    #: Names of the parts of a layer in a checkpoint.
+    #: Stored names of a layer's parts, below `model.layers.N.`; the parts are the keys of `_LAYER` and `_NORMED`.
     part_names: Mapping[str, str] = _LAYER
+    #: Differences in the computation of a layer; `spec` adds what config.json states.
     block: BlockSpec = _BLOCK
-    #: Matrices with biases, by the flag of config.json that says so; "": always.
+    #: Matrices with biases (see `BlockSpec.biases`), by the flag of config.json that adds them; "": always.
     biases: Mapping[str, tuple[str, ...]] = {}
-    #: Keys about attention and positions that it reads.
+    #: Keys of config.json about attention and positions that `spec` and this row's functions read.
     reads: Sequence[str] = ()
-    #: Values that are computed, of keys that would change answers.
+    #: Further keys that would change answers, with their supported values; a missing or null key is always supported.
     only: Mapping[str, tuple[Any, ...]] = {}
-    #: Defaults: columns of a head (0: h / a), heads of keys and values (0: a), the base of positions, tied.
+    #: Default of head_dim; 0: hidden_size / heads.
     head_dim: int = 0
+    #: Default of num_key_value_heads; 0: as many as heads.
     kv_heads: int = 0
+    #: Default of rope_theta, the base of rotary positions.
     theta: float = 10_000.0
+    #: Default of tie_word_embeddings.
     tied: bool = False
     #: Default of rms_norm_eps.
     norm_eps: float = 1e-6
+    #: Key of config.json that names the MLP's activation.
     activation: str = "hidden_act"
-    #: Return the windows of the layers.
-    windows: Windows = _sees_all
-    #: Return the positions of each layer, from the first one again where there are more.
-    ropes: Callable[[JsonConfig, int, Decoder], Sequence[Rope]] = lambda config, d, of: (
-        read_rope(config, d, of.theta),
+    #: Return `BlockSpec.windows`.
+    windows: Windows = _no_windows
+    #: Return the rotary positions of the layers; a tuple with fewer entries than layers repeats.
+    ropes: Callable[[JsonConfig, int, Decoder], Sequence[Rope]] = lambda config, d, decoder: (
+        read_rope(config, d, decoder.theta),
     )
-    #: Return by what scores are multiplied, before the factor of positions.
+    #: Return the factor of attention scores, without `Rope.factor`.
     scale: Callable[[JsonConfig, int], float] = lambda _, d: d**-0.5
-    #: Embeddings, residuals and logits have multipliers.
+    #: config.json may have multipliers of embeddings, residuals and logits.
     multiplied: bool = False
-    #: Embeddings are multiplied by the root of h.
+    #: Embeddings are multiplied by the square root of h.
     scaled_by_root: bool = False
+    #: Its mixture of experts; None: each layer has an MLP.
     experts: Experts | None = None
+    #: Its GGUF files; None: they are not supported.
     gguf: Gguf | None = None
 
 
-def _mistral_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
+def _mistral_windows(config: JsonConfig, _is_causal: bool) -> tuple[int, ...]:
     positions = config.positive("max_position_embeddings")
-    # A null window is no window; a missing one is 4096.
+    # null means no window, a missing key 4096.
     is_windowed = config.data.get("sliding_window", 0) is not None
-    near = config.positive("sliding_window", 4096) if is_windowed else positions
-    return (near - 1,) if near < positions else ()
+    window = config.positive("sliding_window", 4096) if is_windowed else positions
+    return (window - 1,) if window < positions else ()
 
 
-def _phi3_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
+def _phi3_windows(config: JsonConfig, _is_causal: bool) -> tuple[int, ...]:
     positions = config.positive("max_position_embeddings")
-    near = config.positive("sliding_window", positions)
-    return (near - 1,) if near < positions else ()
+    window = config.positive("sliding_window", positions)
+    return (window - 1,) if window < positions else ()
 
 
-def _qwen_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
+def _qwen_windows(config: JsonConfig, is_causal: bool) -> tuple[int, ...]:
     layers = config.positive("num_hidden_layers")
-    slides = config.flag("use_sliding_window", False) and config.data.get("sliding_window", 0) is not None
-    near = config.positive("sliding_window", 4096)
-    later = config.whole("max_window_layers", 28) if slides else layers
-    full = config.layer_kinds(layers, lambda i: i < later)
-    if not all(full) and not (slides and causal):
+    has_windows = config.flag("use_sliding_window", False) and config.data.get("sliding_window", 0) is not None
+    window = config.positive("sliding_window", 4096)
+    first_windowed = config.whole("max_window_layers", 28) if has_windows else layers
+    full = config.layer_kinds(layers, lambda i: i < first_windowed)
+    if not all(full) and not (has_windows and is_causal):
         raise UnsupportedModelError(
-            f"config.json: layer_types of {SLIDING} need use_sliding_window and causal attention; only {FULL} is "
-            "supported here"
+            f"config.json: layer_types of {SLIDING} need use_sliding_window and causal attention; without them only "
+            f"{FULL} is supported"
         )
-    return () if all(full) else tuple(-1 if sees_all else near - 1 for sees_all in full)
+    return () if all(full) else tuple(-1 if is_full else window - 1 for is_full in full)
 
 
 def _gemma_full(config: JsonConfig) -> tuple[bool, ...]:
-    """Return whether each layer sees all tokens; transformers ignores the older key with an underscore."""
+    """Return whether each layer attends to all tokens; `_sliding_window_pattern` has no effect, as in transformers."""
     pattern = config.positive("sliding_window_pattern", 6)
     return config.layer_kinds(config.positive("num_hidden_layers"), lambda i: (i + 1) % pattern == 0)
 
 
-def _gemma_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
+def _gemma_windows(config: JsonConfig, is_causal: bool) -> tuple[int, ...]:
     window = config.positive("sliding_window", 4096)
-    near = window - 1 if causal else window // 2  # the window counts the token's own row
-    return tuple(-1 if sees_all else near for sees_all in _gemma_full(config))
+    farthest = window - 1 if is_causal else window // 2  # the window includes the token's own row
+    return tuple(-1 if is_full else farthest for is_full in _gemma_full(config))
 
 
-def _alternating_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
-    """Return the windows of layers; every second layer sees all tokens."""
-    near = config.positive("sliding_window", 128) - 1
-    kinds = config.layer_kinds(config.positive("num_hidden_layers"), lambda i: bool(i % 2))
-    return tuple(-1 if sees_all else near for sees_all in kinds)
+def _alternating_windows(config: JsonConfig, _is_causal: bool) -> tuple[int, ...]:
+    """Return windows for every second layer, from the first on, unless layer_types names other layers."""
+    farthest = config.positive("sliding_window", 128) - 1
+    full = config.layer_kinds(config.positive("num_hidden_layers"), lambda i: bool(i % 2))
+    return tuple(-1 if is_full else farthest for is_full in full)
 
 
-def _gemma_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
+def _gemma_ropes(config: JsonConfig, d: int, decoder: Decoder) -> Sequence[Rope]:
     ropes = {
-        True: read_rope(config, d, of.theta, kind=FULL),
+        True: read_rope(config, d, decoder.theta, kind=FULL),
         False: read_rope(config, d, 10_000.0, "rope_local_base_freq", SLIDING),
     }
-    return tuple(ropes[sees_all] for sees_all in _gemma_full(config))
+    return tuple(ropes[is_full] for is_full in _gemma_full(config))
 
 
-def _smollm3_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
-    """Every fourth layer has no positions, or the layers in the file."""
+def _smollm3_ropes(config: JsonConfig, d: int, decoder: Decoder) -> Sequence[Rope]:
+    """Return no positions for layers with 0 in no_rope_layers; without this key for every fourth layer."""
     layers, interval = config.positive("num_hidden_layers"), config.positive("no_rope_layer_interval", 4)
     named = config.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
     if not isinstance(named, list) or len(named) < layers or not set(named) <= {0, 1}:
         raise config.bad_value("no_rope_layers", f"a list of {layers} of 0 and 1", named)
     if not all(config.layer_kinds(layers, lambda _: True)):
         raise UnsupportedModelError(f"config.json: layer_types of {SLIDING} are not supported; only {FULL} is")
-    rope = read_rope(config, d, of.theta)
-    return tuple(rope if turns else Rope(0.0) for turns in named[:layers])
+    rope = read_rope(config, d, decoder.theta)
+    return tuple(rope if has_positions else Rope(0.0) for has_positions in named[:layers])
 
 
-_LENGTHENED: Final = {
+_GPT_OSS_SCALING: Final = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
-def _lengthened_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
-    """Return positions that are scaled by YaRN unless the file says otherwise."""
-    says = config.get("rope_parameters", None) or config.get("rope_scaling", None)
-    data = config.data if says else {**config.data, "rope_parameters": _LENGTHENED}
-    return (read_rope(JsonConfig(config.file, data), d, of.theta),)
+def _gpt_oss_ropes(config: JsonConfig, d: int, decoder: Decoder) -> Sequence[Rope]:
+    """Return positions scaled by YaRN; config.json may name another scaling."""
+    has_scaling = config.get("rope_parameters", None) or config.get("rope_scaling", None)
+    data = config.data if has_scaling else {**config.data, "rope_parameters": _GPT_OSS_SCALING}
+    return (read_rope(JsonConfig(config.file, data), d, decoder.theta),)
 
 
 def _gemma_scalar(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return by what scores are divided: the columns of a head, but in the model of 27 B those of a row for each."""
-    wide = config["num_hidden_layers"] == 62
-    own = config["hidden_size"] / config["num_attention_heads"] if wide else config["head_dim"]
-    return {"query_pre_attn_scalar": own}
+    """Return query_pre_attn_scalar: d, but h / a in the model of 27 B, which alone has 62 layers."""
+    is_27b = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] / config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {"query_pre_attn_scalar": scalar}
 
 
-_OUT: Final = ("qkv", "attention_out")
+_ATTENTION_MATRICES: Final = ("qkv", "attention_out")
 _LLAMA: Final = Decoder(
     "llama",
-    biases={"attention_bias": _OUT, "mlp_bias": ("mlp_up", "mlp_down")},
+    biases={"attention_bias": _ATTENTION_MATRICES, "mlp_bias": ("mlp_up", "mlp_down")},
     only=_WINDOWS,
     gguf=Gguf("llama", {"hidden_act": "silu"}, pairs_together=True),
 )
@@ -206,7 +214,7 @@ _QWEN3: Final = Decoder(
     "qwen3",
     _NORMED,
     replace(_BLOCK, head_norms=True),
-    {"attention_bias": _OUT},
+    {"attention_bias": _ATTENTION_MATRICES},
     ("use_sliding_window", "sliding_window", "max_window_layers", "is_causal"),
     head_dim=128,
     windows=_qwen_windows,
@@ -221,7 +229,7 @@ _GEMMA3: Final = Decoder(
         "mlp_down_norm": "post_feedforward_layernorm",
     },
     replace(_BLOCK, head_norms=True, gamma_offset=1.0, added_norms=True),
-    {"attention_bias": _OUT},
+    {"attention_bias": _ATTENTION_MATRICES},
     (
         "use_bidirectional_attention", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
         "query_pre_attn_scalar", "rope_local_base_freq",
@@ -238,7 +246,7 @@ _GEMMA3: Final = Decoder(
     scaled_by_root=True,
     gguf=Gguf(
         "gemma3",
-        # Of the layers every sixth sees all tokens, by no key of older files.
+        # Older files lack sliding_window_pattern; its default is right for them.
         {"hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10_000.0, "rope_theta": 1_000_000.0},
         {
             "attention.sliding_window": "sliding_window",
@@ -328,7 +336,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         "olmoe",
         _QWEN_MIXTURE,
         replace(_BLOCK, row_norms=True),
-        {"attention_bias": _OUT},
+        {"attention_bias": _ATTENTION_MATRICES},
         only={**_WINDOWS, "clip_qkv": ()},
         norm_eps=1e-5,
         experts=Experts("num_experts", normed="norm_topk_prob"),
@@ -356,15 +364,15 @@ DECODERS: Final[Mapping[str, Decoder]] = {
             "mlp.experts.down_proj",
         ),
         replace(_BLOCK, sinks=True),
-        {"": _OUT},
+        {"": _ATTENTION_MATRICES},
         ("layer_types", "sliding_window"),
-        {"swiglu_alpha": (1.702,), "attention_bias": (True,)},  # alpha: that of quick GELU
+        {"swiglu_alpha": (1.702,), "attention_bias": (True,)},  # quick GELU has this alpha
         head_dim=64,
         kv_heads=8,
         theta=150_000.0,
         norm_eps=1e-5,
         windows=_alternating_windows,
-        ropes=_lengthened_ropes,
+        ropes=_gpt_oss_ropes,
         experts=Experts(
             "num_local_experts",
             activation="quick_gelu",
@@ -397,63 +405,69 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "GraniteForCausalLM": _GRANITE,
 }
-# Those of a model below its head embed, and the others in a directory of sentence-transformers.
+# An architecture without head embeds; in a directory of sentence-transformers the others embed too (`_head`).
 ARCHITECTURES: Final = {name: "generation" if name.endswith("ForCausalLM") else "embedding" for name in DECODERS}
 TOKENIZER_CLASSES: Final = {
     "gemma3_text": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer", "granite": "GPT2Tokenizer",
 }  # fmt: skip
 OWN_KEYS: Final = frozenset({"quantization_config"})
-MODEL_TYPES: Final = {name: row.model_type for name, row in DECODERS.items()}
+MODEL_TYPES: Final = {name: decoder.model_type for name, decoder in DECODERS.items()}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a decoder; raises ModelError, UnsupportedModelError."""
-    of = DECODERS[architecture]
-    config.refuse_unknown_attention(*of.reads, *of.only)
-    config.check_keys(KeyTable(frozenset(of.reads), only=of.only, closed=False))
+    decoder = DECODERS[architecture]
+    experts = decoder.experts
+    config.refuse_unknown_attention(*decoder.reads, *decoder.only)
+    config.check_keys(KeyTable(frozenset(decoder.reads), only=decoder.only, closed=False))
     hidden, positions = config.positive("hidden_size"), config.positive("max_position_embeddings")
-    _check_packing(config, of)
-    is_free = of.head_dim or (of.experts and config.get("head_dim", 0))  # d need not be h / a
+    _check_quantisation(config, experts)
+    is_free = decoder.head_dim or (experts and config.get("head_dim", 0))  # d need not be h / a
     heads = config.positive("num_attention_heads") if is_free else config.heads(hidden)
-    d = config.positive("head_dim", of.head_dim or hidden // heads)
-    if of.block.row_norms and d * heads != hidden:
+    d = config.positive("head_dim", decoder.head_dim or hidden // heads)
+    if decoder.block.row_norms and d * heads != hidden:
         raise config.bad_value("head_dim", f"hidden_size {hidden} / {heads} heads: its norms take whole rows", d)
-    sees_before = config.flag("is_causal", True) and not config.flag("use_bidirectional_attention", False)
-    ropes = of.ropes(config, d, of)
+    is_causal = config.flag("is_causal", True) and not config.flag("use_bidirectional_attention", False)
+    ropes = decoder.ropes(config, d, decoder)
+    biases = (part for flag, parts in decoder.biases.items() if not flag or config.flag(flag, False) for part in parts)
     block = replace(
-        of.block,
-        biases=tuple(b for flag, some in of.biases.items() if not flag or config.flag(flag, False) for b in some),
-        kv_heads=config.positive("num_key_value_heads", of.kv_heads or heads),
+        decoder.block,
+        biases=tuple(biases),
+        kv_heads=config.positive("num_key_value_heads", decoder.kv_heads or heads),
         head_dim=d,
-        scale=of.scale(config, d) * next((rope.factor for rope in ropes if rope.theta), 1.0),
-        causal=sees_before,
+        scale=decoder.scale(config, d) * next((rope.factor for rope in ropes if rope.theta), 1.0),
+        causal=is_causal,
         thetas=tuple(rope.theta for rope in ropes),
-        windows=of.windows(config, sees_before),
+        windows=decoder.windows(config, is_causal),
         rope_divisors=tuple(rope.divisors for rope in ropes),
         picture_rows=config.whole("picture_rows", 0),
     )
-    if of.experts is not None:
-        block = with_experts(block, config, of.experts)
-    head = _head(architecture, config, extras, of)
+    if experts is not None:
+        block = with_experts(block, config, experts)
+    head = _head(architecture, config, extras, decoder)
     if head.task == "generation" and not block.causal:
-        raise UnsupportedModelError("config.json: a model that generates must see only tokens before")
+        raise UnsupportedModelError(
+            "config.json: a model that generates must have causal attention; correct is_causal or "
+            "use_bidirectional_attention, or use it for embeddings (sentence-transformers)"
+        )
     if heads % block.kv_heads:
         raise ModelError(f"config.json: num_key_value_heads {block.kv_heads} do not divide {heads} heads")
-    # A residual that is multiplied by r, in numbers 1 / r of the model's: norms see no difference but in epsilon.
-    residual = config.number("residual_multiplier", 1.0) if of.multiplied else 1.0
-    embedding = config.number("embedding_multiplier", 1.0) if of.multiplied else 1.0
-    root = math.sqrt(hidden) if of.scaled_by_root else 1.0
+    # The graph computes hidden states divided by the residual multiplier r, so its residual sums need no factor:
+    # embeddings are divided by r, and epsilons of norms by r^2, so that normed rows are the same.
+    residual = config.number("residual_multiplier", 1.0) if decoder.multiplied else 1.0
+    embedding = config.number("embedding_multiplier", 1.0) if decoder.multiplied else 1.0
+    root = math.sqrt(hidden) if decoder.scaled_by_root else 1.0
     return ModelSpec(
         family="decoder",
         architecture=architecture,
         layers=config.positive("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        mlp=config.positive("intermediate_size" if of.experts is None else of.experts.width),
+        mlp=config.positive("intermediate_size" if experts is None else experts.width),
         norm_first=True,
-        activation=(of.experts and of.experts.activation) or config.activation(of.activation),
-        norm_eps=config.number("rms_norm_eps", of.norm_eps) / residual**2,
+        activation=(experts and experts.activation) or config.activation(decoder.activation),
+        norm_eps=config.number("rms_norm_eps", decoder.norm_eps) / residual**2,
         max_tokens=sentences.max_tokens(min(positions, MOST_TOKENS), extras),
         head=head,
         text=TextStem(config.positive("vocab_size"), positions, types=0, scale=root * embedding / residual),
@@ -461,30 +475,31 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     )
 
 
-def _check_packing(config: JsonConfig, of: Decoder) -> None:
-    """Raise UnsupportedModelError for weights that are quantised, unless they are the family's packed experts."""
-    how = config.get("quantization_config", None)
-    is_packed = isinstance(how, Mapping) and how.get("quant_method") == "mxfp4"
-    if how is not None and not (is_packed and of.experts is not None and of.experts.by_inputs):
+def _check_quantisation(config: JsonConfig, experts: Experts | None) -> None:
+    """Raise UnsupportedModelError for quantised weights, except experts in MXFP4 of a family that stores them so."""
+    stated = config.get("quantization_config", None)
+    is_mxfp4 = isinstance(stated, Mapping) and stated.get("quant_method") == "mxfp4"
+    if stated is not None and not (is_mxfp4 and experts is not None and experts.by_inputs):
         raise UnsupportedModelError(
-            f"config.json: quantization_config {str(how)[:60]} is not supported; give the model in numbers or as GGUF"
+            f"config.json: quantization_config {str(stated)[:60]} is not supported; use the model before quantisation, "
+            "or a GGUF file of it"
         )
 
 
-def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], of: Decoder) -> TaskHead:
+def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], decoder: Decoder) -> TaskHead:
     if sentences.MODULES in extras:
         return sentences.sentence_head(extras)
     if ARCHITECTURES[architecture] == "embedding":
         return TaskHead("embedding", "last")
     vocab = config.positive("vocab_size")
-    end_tokens(config, extras, vocab)  # what would change the text is refused
-    tied = config.flag("tie_word_embeddings", of.tied)
-    scaling = config.number("logits_scaling", 1.0) if of.multiplied else 1.0
+    end_tokens(config, extras, vocab)  # raises for keys that would change the text
+    tied = config.flag("tie_word_embeddings", decoder.tied)
+    scaling = config.number("logits_scaling", 1.0) if decoder.multiplied else 1.0
     return TaskHead("generation", "last", outputs=vocab, tied=tied, logits_scaling=scaling)
 
 
 def _parts(spec: ModelSpec, layer: int) -> Mapping[str, str]:
-    """Return what a checkpoint calls the parts of a layer."""
+    """Return the stored names of a layer's parts, without those of experts (`expert_tensors`)."""
     without = ("mlp_gate", "mlp_up", "mlp_down") if _has_experts(spec, layer) else (ROUTER,)
     names = DECODERS[spec.architecture].part_names
     return {part: name for part, name in names.items() if part not in without and not part.startswith("expert_")}
@@ -496,17 +511,17 @@ def _has_experts(spec: ModelSpec, layer: int) -> bool:
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoder, from the stem to the head."""
-    base, of = ("model.", ""), DECODERS[spec.architecture]
-    words = prefixed(base, "embed_tokens.weight")
-    stored = (*words, causal.LOGITS) if spec.head.tied else words
+    base, decoder = ("model.", ""), DECODERS[spec.architecture]
+    embeddings = prefixed(base, "embed_tokens.weight")
+    stored = (*embeddings, causal.LOGITS) if spec.head.tied else embeddings
     yield table("stem.word", stored, text.stem_of(spec).vocab, spec.hidden)
     for i in range(spec.layers):
-        here = f"layers.{i}."
-        yield from text.layer_tensors(spec, here, base, here, _parts(spec, i))
-        if of.experts is not None and _has_experts(spec, i):
-            yield from expert_tensors(spec, here, base, here, of.part_names, of.experts)
+        layer = f"layers.{i}."
+        yield from text.layer_tensors(spec, layer, base, layer, _parts(spec, i))
+        if decoder.experts is not None and _has_experts(spec, i):
+            yield from expert_tensors(spec, layer, base, layer, decoder.part_names, decoder.experts)
     yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
-    yield from causal.head_tensors(spec, words)
+    yield from causal.head_tensors(spec, embeddings)
 
 
 __all__ = ["ARCHITECTURES", "MODEL_TYPES", "OWN_KEYS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -58,19 +58,24 @@ Array = npt.NDArray[Any]
 
 
 class Family(Protocol):
-    """What the module of a family has.
+    """The members of a family's module.
 
-    Optional members. `SPEC`: class of its specs, by default `ModelSpec`. `WEIGHT_DTYPES`: how weights may be kept, by
-    default all; narrow ones need layers (`layers.<i>. ...`) with matrices for `linear` alone. `TOWERS`: architectures
-    of checkpoints with several models, each of one of its `ARCHITECTURES`. `OWN_KEYS`: keys of config.json that only
-    this family supports. `KNOWN_CODE`: prefixes of `auto_map` entries whose code it replaces. `TOKENIZER_CLASSES`,
-    `PICTURE_CLASSES`: classes of transformers by model_type, for files that name none. `MODEL_TYPES`: types of its
-    architectures, if names do not tell. `translated`: return another library's files under Hugging Face's keys.
+    Optional constants, which a Protocol cannot list:
+
+    `SPEC`: class of its specs, by default `ModelSpec`.
+    `WEIGHT_DTYPES`: supported `WeightDtype`s, by default all. Other than f32 need layers (tensors `layers.<i>.NAME`)
+    whose matrices only the kernel `linear` reads.
+    `TOWERS`: `Towers` by architecture, for checkpoints with several models; each model has one of its `ARCHITECTURES`.
+    `OWN_KEYS`: keys of config.json that are refused in other families.
+    `KNOWN_CODE`: prefixes of `auto_map` entries, i.e. of code in a checkpoint, that the family replaces.
+    `TOKENIZER_CLASSES`, `PICTURE_CLASSES`: classes of transformers by model_type, for files that name none.
+    `MODEL_TYPES`: model_type by architecture, if an architecture's name does not begin with it.
+    `translated`: function that returns another library's JSON files with Hugging Face's keys.
     """
 
     @property
     def ARCHITECTURES(self) -> Mapping[str, Any]:  # noqa: N802 - a constant of the module
-        """Return what each name in config.json's `architectures` means."""
+        """Return the supported names in config.json's `architectures`, usually each with its task."""
 
     def spec(self, architecture: str, config: JsonConfig, extras: Mapping[str, Any], /) -> Any:
         """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
@@ -79,7 +84,7 @@ class Family(Protocol):
         """Yield the tensors of a model, from the stem to the head."""
 
     def graph(self, net: GraphBuilder, spec: Any, shape: Any, refs: Mapping[str, WeightRef], /) -> None:
-        """Add the tensors of a request's graph, the answer last; refs: all of each stored tensor."""
+        """Add the tensors of a request's graph, the answer last; refs: references to whole tensors, by name."""
 
     def reference(self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: Any, /) -> tuple[Array, Array]:
         """Return (final hidden states, the spec's output), in plain NumPy."""
@@ -119,7 +124,7 @@ _TOWERS: Final[Mapping[str, Towers]] = {
 _TYPES: Final = {kind.config["model_type"]: f for name, f in FAMILIES.items() for kind in kinds_of(name).values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
 
-# Keys of any model's config.json that would change its answers; families refuse further keys of their own.
+# Keys of config.json that would change the answers of any model; families refuse further keys.
 _KEYS: Final = KeyTable(
     frozenset(),
     only={
@@ -140,7 +145,7 @@ def spec_from_dict(data: Mapping[str, Any]) -> Spec:
 
 
 def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
-    """Return the spec with the plain cls row as embedding where a checkpoint, of these names, has no pooler."""
+    """Return the spec without a pooler if the checkpoint has none; stored: names in the checkpoint."""
     if not isinstance(spec, ModelSpec) or spec.head.task != "embedding" or not spec.head.pooler:
         return spec
     names = next(source.stored for source in tensor_sources(spec) if source.name == "head.pooler.weight")
@@ -148,9 +153,9 @@ def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
 
 
 def without_false_tie(spec: Spec, stored: Mapping[str, object]) -> Spec:
-    """Return the spec of a decoder, untied if the checkpoint has a head and embeddings.
+    """Return the spec of a decoder, untied if the checkpoint has both embeddings and a matrix to the logits.
 
-    stored: the checkpoint's tensors by name; a tied tensor may have two names.
+    stored: the checkpoint's tensors by name; a tied tensor may stand under both names.
     """
     if not _has_one_table(spec) or not isinstance(spec, ModelSpec | SpeechSpec):
         return spec
@@ -160,24 +165,21 @@ def without_false_tie(spec: Spec, stored: Mapping[str, object]) -> Spec:
 
 
 def require_transformer(spec: Spec) -> ModelSpec:
-    """Return the spec of a transformer encoder, for what computes only those; raises UnsupportedModelError."""
+    """Return the spec if it is a `ModelSpec`, for code that supports no other; raises UnsupportedModelError."""
     if not isinstance(spec, ModelSpec):
         raise UnsupportedModelError(f"{spec.architecture} cannot be used here; supported: {', '.join(_ENCODERS)}")
     return spec
 
 
 def largest_shape(spec: Spec) -> RequestShape:
-    """Return the shape that needs the most memory of all that one Program may have.
-
-    The coordinator packs no more tokens than this one has into one run.
-    """
+    """Return the largest shape of a run: the coordinator packs no more tokens into one."""
     return spec.input_spec.shape()
 
 
 def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
-    """Return a representative request: a sequence of `tokens`, or less for shorter models, or several.
+    """Return a representative request of sequences of `tokens` tokens each, at most the model's longest.
 
-    At most as many as fit into one run; a decoder generates one at a time.
+    Sequences beyond the largest shape are left out; a decoder has one.
     """
     one = spec.input_spec.shape(tokens)
     several = 1 if one.session_rows else max(min(sequences, largest_shape(spec).size // one.size), 1)
@@ -185,14 +187,14 @@ def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> Request
 
 
 def is_planned_for(spec: Spec, shape: RequestShape) -> bool:
-    """Return whether plans are priced for such runs: in a session, for steps or for its first run."""
+    """Return whether plans are priced for runs of this shape; of sessions, only one kind is: its `InputSpec.shape`."""
     if shape.want == "alignment":
         return False
     return not shape.session_rows or (shape.size > 1) == (spec.input_spec.shape(shape.size).size > 1)
 
 
 def input_bytes(spec: Spec, shape: RequestShape) -> int:
-    """Return the bytes of what a request brings."""
+    """Return the bytes of a request's input."""
     dims, dtype = spec.input_spec.input_layout(shape)
     return prod(dims) * DTYPE_BYTES[dtype]
 
@@ -213,8 +215,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
 def single_sequence(spec: Spec, ids: Array, want: Want = "task", tokens: int = 0) -> tuple[RequestShape, Array]:
     """Return a request of one sequence of token ids [m], and its inputs.
 
-    A decoder's inputs begin with the rows that its cache has already, none; the cache has room for a sequence that ends
-    with `tokens` tokens.
+    A decoder's session begins with it: its cache is empty, and has room for `tokens` tokens.
     """
     if not isinstance(spec.input_spec, DecoderInput):
         return TokenBatch((len(ids),), want), ids
@@ -233,9 +234,9 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
 
 
 def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
-    """Return how the weights of a model may be kept."""
+    """Return the dtypes of weights that plans of a model may have."""
     if isinstance(spec, ModelSpec) and spec.storages:
-        return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
+        return ("f32", "w8a8")  # weights stay in their blocks; w8a8 rounds activations to int8
     if isinstance(spec, ModelSpec) and spec.block.experts:
         return ("f32",)
     dtypes: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "WEIGHT_DTYPES", get_args(WeightDtype))
@@ -243,10 +244,7 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
 
 
 def models_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the config.json of each model of a checkpoint, by its name there; most hold one, without a name.
-
-    Raises ModelError.
-    """
+    """Return the config.json of each model of a checkpoint by name, empty for a single model; raises ModelError."""
     towers = towers_of(config)
     if towers is ONE_MODEL:
         return {"": config}
@@ -264,9 +262,9 @@ def towers_of(config: Mapping[str, Any]) -> Towers:
 def files_in_our_words(
     config: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return config.json and the other files of a directory as Hugging Face's libraries would have written them.
+    """Return config.json and the other JSON files of a directory with Hugging Face's keys, if another library wrote it.
 
-    Raises ModelError, UnsupportedModelError for what another library says and is not computed here.
+    Raises ModelError, UnsupportedModelError for unsupported values.
     """
     for family in FAMILIES.values():
         if translated := getattr(family, "translated", None):
@@ -279,7 +277,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
 
     config: config.json. extras: the directory's other JSON files by relative name ("preprocessor_config.json",
     "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"). Raises UnsupportedModelError for an
-    architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
+    unsupported architecture, activation or option, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
     architectures = checked.require("architectures")
@@ -295,8 +293,8 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     model_type = config.get("model_type")
     if model_type is not None and not _is_of_type(architecture, str(model_type)):
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not of model_type {str(model_type)[:40]!r}, and libraries "
-            "differ in which of them counts; correct the wrong one"
+            f"config.json: architecture {architecture!r} is not of model_type {str(model_type)[:40]!r}, and some "
+            "libraries use the one, some the other; correct the wrong one"
         )
     family = _FAMILY_OF[architecture]
     keys = _KEYS if _is_known_code(family, config.get("auto_map")) else _CODE_KEYS
@@ -306,7 +304,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
 
 
 def _is_of_type(architecture: str, model_type: str) -> bool:
-    """Return whether an architecture is named after a type, or the type is the name of all of its family."""
+    """Return whether an architecture belongs to a model_type: by `MODEL_TYPES`, its name, or its family's kinds."""
     letters, family = sub("[^a-z0-9]", "", model_type.lower()), _FAMILY_OF[architecture]
     if types := getattr(family, "MODEL_TYPES", None):
         return bool(types[architecture] == model_type)
@@ -319,23 +317,23 @@ def _is_of_type(architecture: str, model_type: str) -> bool:
 
 
 def _is_known_code(family: Family, named: Any) -> bool:
-    """Return whether all code that a config.json names, its `auto_map`, is of a family that is computed here."""
+    """Return whether the family replaces all code that config.json names; named: its `auto_map`."""
     prefixes = getattr(family, "KNOWN_CODE", ())
     return isinstance(named, Mapping) and bool(prefixes) and all(str(v).startswith(prefixes) for v in named.values())
 
 
 def tokenizer_class(model_type: str) -> str | None:
-    """Return the class of transformers that makes the ids of models of a type, where their files name none."""
+    """Return the tokenizer class of a model_type in transformers, for files that name none; None if it is unknown."""
     return _usual("TOKENIZER_CLASSES").get(model_type)
 
 
 def preprocessor(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Preprocessor:
-    """Return how the pictures of a model are read; raises ModelError, UnsupportedModelError."""
+    """Return the preprocessor of a model's pictures; raises ModelError, UnsupportedModelError."""
     return Preprocessor(_usual("PICTURE_CLASSES").get(str(config.get("model_type", ""))), extras)
 
 
 def views(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Views:
-    """Return how a tower that sees for a decoder looks at pictures; raises ModelError, UnsupportedModelError."""
+    """Return how pictures are divided for a decoder's tower of pictures; raises ModelError, UnsupportedModelError."""
     return eyes.views(JsonConfig("config.json", config), extras)
 
 
@@ -365,14 +363,14 @@ def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
 
 
 def _has_one_table(spec: Spec) -> bool:
-    """Return whether a decoder's embeddings are the matrix to its logits."""
+    """Return whether a decoder's token embeddings are also its matrix to the logits."""
     head = getattr(spec, "head", None)
     return isinstance(head, TaskHead) and head.tied and head.task in ("generation", "transcription")
 
 
 @lru_cache(maxsize=64)
 def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
-    """Return the matrices that stay in the blocks of their file."""
+    """Return the storage of each matrix in blocks."""
     if not isinstance(spec, ModelSpec) or not spec.storages:
         return {}
     storages = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
@@ -380,15 +378,15 @@ def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
 
 
 def usual_product(spec: Spec, weight_dtype: WeightDtype) -> Product:
-    """Return what most products are of; weight_dtype: matrices that are kept as numbers."""
+    """Return the product of most matrices; weight_dtype: of the plan."""
     blocks = Counter(_storages(spec).values())
     return Product(blocks.most_common(1)[0][0], weight_dtype == "w8a8") if blocks else Product(weight_dtype)
 
 
 def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
-    """Return the spec of a model with matrices in blocks; stored: their storages by name.
+    """Return the spec with the matrices that stay in blocks; stored: storages of the file's tensors by canonical name.
 
-    A matrix stays in blocks if kernels multiply by it: with all matrices of its product, divided between blocks.
+    A matrix stays in blocks if kernels multiply its storage directly, and if all matrices of the same product do.
     """
     kept: dict[str, BlockStorage] = {
         name: storage for name, of in stored.items() for storage in BLOCK_STORAGES if storage == of
@@ -403,7 +401,7 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
         if not _may_be_in_blocks(spec, source) or any(name not in kept for name in together):
             kept.pop(source.name, None)
     if spec.head.tied and HEAD in kept:
-        kept.pop(WORDS, None)  # the matrix of the head is both
+        kept.pop(WORDS, None)  # the matrix to the logits stands for both
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
@@ -413,22 +411,22 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
 
 
 def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
-    """Return whether kernels read a tensor in blocks: matrices, and the embeddings of words where that is all."""
+    """Return whether kernels can read a tensor in blocks: matrices, and token embeddings of the graph of `causal`."""
     is_table = source.name == WORDS and _is_causal(spec)
     return is_table or (source.transposed and source.layout == "packed")
 
 
 def _is_causal(spec: ModelSpec) -> bool:
-    """Return whether a model is a decoder with rotary positions, by the graph of `causal`."""
+    """Return whether a model is a decoder with rotary positions: it has the graph of `causal`."""
     return FAMILIES[spec.family].graph is causal.graph
 
 
 _ATTENDED: Final = ("query", "key", "value")
-_ROUTER: Final = ".router.weight"  # few bytes, by which experts are chosen
+_ROUTER: Final = ".router.weight"  # never quantised: it is small, and errors would choose other experts
 
 
 def quantised(spec: Spec, how: Quantised) -> Spec:
-    """Return the spec of a model that quantises matrices of whole blocks when its checkpoint is opened.
+    """Return the spec of a model whose checkpoint is quantised on opening; rows of matrices must be whole blocks.
 
     Raises UnsupportedModelError for models without such matrices or with weights in blocks, and for encoders.
     """
@@ -452,9 +450,9 @@ def quantised(spec: Spec, how: Quantised) -> Spec:
 
 
 def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
-    """Return the spec with sessions' keys and values in a dtype.
+    """Return the spec with a dtype of sessions' keys and values.
 
-    Raises UnsupportedModelError for f16 in a model without sessions, or that has its own kind of them.
+    Raises UnsupportedModelError for f16, except in decoders with rotary positions that generate.
     """
     if kept == "f32":
         return spec
@@ -467,7 +465,7 @@ def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
 
 
 def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the matrices of a quantised model that stay as they are, `*` for the number of any layer."""
+    """Return the matrices of a quantised model that are not in blocks; `*` in a name is any layer."""
     sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
     whole = [s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == WORDS and spec.head.tied)]
     return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))

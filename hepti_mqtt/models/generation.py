@@ -1,4 +1,4 @@
-"""What a model's files say of the text that it generates: where it ends, and how tokens are drawn by default."""
+"""The choice of a generated text's next token: rules, candidates and draws; their defaults in a model's files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "suppress_tokens": ([],),
     "watermarking_config": ({},),
 }
-# Of a sampled text, of several texts, of its length (which a request names), of what else is returned, of speed.
+# Keys of other kinds of sampling, of several texts, of lengths (which requests set), of further outputs, of speed.
 _WITHOUT_EFFECT: Final = frozenset({
     "_from_model_config", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_ensemble_weight", "assistant_lookbehind",
@@ -50,31 +50,31 @@ _WITHOUT_EFFECT: Final = frozenset({
     "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "speculation_type", "target_lookbehind",
     "top_h", "transformers_version", "typical_p", "use_cache", "use_mtp",
 })  # fmt: skip
-# From where to where a number of generation_config.json may be, as of a request.
+# Least and largest value in generation_config.json, as in requests.
 _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.1, 10.0),
 }  # fmt: skip
 _KEYS: Final = KeyTable(frozenset({"eos_token_id", "do_sample", "top_k", *_RANGES}), _WITHOUT_EFFECT, _NEUTRAL)
-# For sampled texts.
+# Further keys if `do_sample` is true.
 _DRAWN: Final = KeyTable(
     frozenset(),
     only={"typical_p": (1, 1.0), "epsilon_cutoff": (0, 0.0), "eta_cutoff": (0, 0.0), "top_h": ()},
     closed=False,
 )
 _ONCE: Final[Mapping[str, tuple[Any, ...]]] = {**_NEUTRAL, "repetition_penalty": (1, 1.0)}
-_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # requests set these
+_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # supported for speech
 _SPEECH_KEYS: Final = KeyTable(
     frozenset(), only={key: values for key, values in _ONCE.items() if key not in _STEERING}, closed=False
 )
-_OLD_KEYS: Final = KeyTable(frozenset(), only=_ONCE, closed=False)  # where config.json has them
+_OLD_KEYS: Final = KeyTable(frozenset(), only=_ONCE, closed=False)  # in config.json, without generation_config.json
 
 
 class Verdict(NamedTuple):
-    """A judgement of a text."""
+    """The judgement of a transcribed text."""
 
-    #: Try another temperature.
+    #: Write the text again, with the next temperature.
     again: bool
-    #: Compared between attempts; the largest wins.
+    #: Quality of this attempt; the attempt with the largest is the answer.
     worth: tuple[float, ...]
 
 
@@ -82,20 +82,22 @@ Judge = Callable[[Sequence[int], Sequence[float], float], Verdict]  # tokens, th
 
 
 class Likely(NamedTuple):
-    """A token, and the logarithm of its probability by the model at its place, whatever a request changes."""
+    """A token, and the logarithm of its probability by the model, without the request's changes."""
 
     token: int
     logprob: float
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of a row, best first, equal ones by id; other logits are not above the last."""
+    """The likeliest next tokens of a row, best first, equal ones by id; no other token has a larger logit."""
 
-    #: Tokens [k], and their logits [k].
+    #: Tokens [k].
     ids: npt.NDArray[np.intp]
+    #: Their logits [k].
     values: npt.NDArray[np.float32]
+    #: Number of all tokens.
     vocab: int
-    #: Of exp(x - largest) over all tokens, at temperature 1 and at `temperature`.
+    #: Sums over all tokens of exp(x - largest), and of exp((x - largest) / temperature); x: logits.
     sums: tuple[float, float]
     temperature: float
 
@@ -113,7 +115,7 @@ class Candidates(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it has all tokens."""
+        """Return whether all tokens are candidates."""
         return len(self.ids) == self.vocab
 
     def likely(self, place: int, count: int) -> tuple[Likely, ...]:
@@ -123,50 +125,54 @@ class Candidates(NamedTuple):
 
 
 class _Ranked(NamedTuple):
-    """Candidates by their changed logits, best first."""
+    """Candidates by their changed logits, best first; changes are those of a request (`Sampling`, `TokenRules`)."""
 
-    #: Places of candidates above all other tokens.
+    #: Places in `Candidates` of tokens whose changed logits are above those of all non-candidates.
     leading: npt.NDArray[np.intp]
     #: Places of the other candidates.
     mixed: npt.NDArray[np.intp]
-    #: Changed logits of the candidates.
+    #: Changed logits, in the order of `Candidates`.
     values: npt.NDArray[np.float32]
-    #: Upper bounds of the changed logits of all other tokens [V], and the largest one.
+    #: Upper bounds of the changed logits of non-candidates [V]; -inf for candidates.
     bounds: npt.NDArray[np.float32]
+    #: The largest of these bounds.
     most: float
 
 
 class Tail(NamedTuple):
-    """Bounds of all tokens that are no candidates; a weight is exp((x - largest candidate) / temperature)."""
+    """Bounds of the tokens outside a list of leading ones; a token's weight is exp((logit - largest) / temperature)."""
 
-    #: Of a logit.
+    #: Largest logit, divided by the temperature.
     most: float
-    #: Of the sum of weights.
+    #: Least and largest sum of their weights.
     low: float
     high: float
 
 
 class Kept(NamedTuple):
-    """Tokens that may be drawn: the `first` ones, and others with a sum of weights of at most `high`."""
+    """The tokens that may be drawn."""
 
+    #: Number of leading tokens.
     first: int
+    #: Largest sum of weights of further tokens, from the tail.
     high: float
 
 
 NO_TAIL: Final = Tail(-np.inf, 0.0, 0.0)
-SLACK: Final = 2e-5  # relative, of sums that devices have added up in f32
+SLACK: Final = 2e-5  # relative error of sums, which devices compute in f32
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Tokens of times: from `first` on, one for each step of time; they come in pairs."""
+    """The tokens for times in transcriptions: one for each step of time; they come in pairs (start, end)."""
 
+    #: First of these tokens, for time 0; all later tokens are times.
     first: int
-    #: The token that ends a text; words are below.
+    #: The token that ends a text; tokens of words are below it.
     end: int
-    #: The token of texts without times.
+    #: The token that asks for a text without times.
     plain: int
-    #: The most steps before the first time.
+    #: Largest first time, in steps.
     latest: int
 
     def allow(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
@@ -193,19 +199,19 @@ class Moments:
 class Sampling:
     """Changes of the tokens' probabilities, in this order; the defaults change nothing. Source: transformers."""
 
-    #: Divides positive logits of tokens in the prompt and the text, and multiplies negative ones.
+    #: For tokens in the prompt and the text: divides positive logits, multiplies negative ones.
     repetition: float = 1.0
-    #: Subtracted from the logits of the text's tokens once.
+    #: Subtracted from the logits of tokens in the text.
     presence: float = 0.0
-    #: Subtracted for each time that a token stands in the text.
+    #: Subtracted once for each occurrence of the token in the text.
     frequency: float = 0.0
-    #: Added to tokens' logits.
+    #: (token, number that is added to its logit).
     bias: tuple[tuple[int, float], ...] = ()
-    #: The likeliest tokens to draw from, 0 for all.
+    #: Draw from this number of likeliest tokens; 0: from all.
     top_k: int = 0
-    #: Of these the likeliest tokens with this probability together.
+    #: Of these, draw from the likeliest tokens that have this probability together.
     top_p: float = 1.0
-    #: Of these the tokens with at least this part of the likeliest one's probability.
+    #: Of these, draw from tokens with at least this part of the likeliest token's probability.
     min_p: float = 0.0
     #: Tokens of the prompt, for `repetition`.
     prompt: tuple[int, ...] = ()
@@ -222,9 +228,9 @@ class Sampling:
             row[token] += added
 
     def keep(self, values: npt.NDArray[np.float64], tail: Tail) -> Kept | None:
-        """Return which of the scaled logits, best first, may be drawn; None if that depends on the tail.
+        """Return the tokens that may be drawn, at least one; None if that depends on the tail.
 
-        It keeps at least one. tail: bounds of all tokens below these.
+        values: logits of the leading tokens, divided by the temperature, best first. tail: bounds of all other tokens.
         """
         count, low, high = len(values), tail.low, tail.high
         if self.top_k:
@@ -235,12 +241,12 @@ class Sampling:
                 count = int((values >= values[self.top_k - 1]).sum())
         weights = np.exp(values[:count] - values[0])
         if self.top_p < 1:
-            sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each and all below it, without the tail
+            sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each weight and all after it, without the tail
             left_out = [sums + t <= (1 - self.top_p) * (sums[0] + t) for t in (low, high)]
             if (left_out[0] != left_out[1]).any():
                 return None
             count = max(int((~left_out[0][:-1]).sum()), 1)
-            # If it takes a part of the tail, that part and the next token reach `top_p`.
+            # If `top_p` needs tokens of the tail, one of them reaches it; without this one the sum is below `top_p`.
             high = (
                 self.top_p * (sums[0] + high) + np.exp(tail.most - values[0]) - sums[0] if not left_out[1][-1] else 0.0
             )
@@ -266,30 +272,31 @@ class TokenRules:
     never: tuple[int, ...] = ()
     #: Tokens that a text does not begin with.
     first_never: tuple[int, ...] = ()
-    #: The likeliest of these ends the prompt.
+    #: Tokens that may end the prompt (languages of speech): the likeliest one is chosen; empty: the prompt is complete.
     choices: tuple[int, ...] = ()
-    #: Tokens before the prompt, if it has choices.
+    #: Tokens before the prompt, if there are choices.
     opening: tuple[int, ...] = ()
-    #: Tokens after the choice.
+    #: Tokens of the prompt after the choice.
     forced: tuple[int, ...] = ()
-    #: Report probabilities.
+    #: Report the probability of each token.
     scored: bool = False
-    #: How many of the likeliest tokens to report with each token; -1 for none, without the token's own probability.
+    #: How many of the likeliest tokens to report with each token, besides its own probability; -1: neither.
     likely: int = -1
-    #: The token of silence: its probability counts after the prompt's first token. -1 without one.
+    #: The token of silence, whose probability after the prompt's first token is measured; -1: none.
     silent: int = -1
     #: Tokens of times, None for a text without times.
     moments: Moments | None = None
-    #: Of the first attempt and of later ones, if the judge asks for another; 0 takes the likeliest token.
+    #: Temperature of each attempt; the judge decides whether there is another attempt. 0 takes the likeliest token.
     temperatures: tuple[float, ...] = (0.0,)
-    #: Of the draws.
+    #: Seed of the draws.
     seed: int = 0
+    #: Judges a complete text; None: there is one attempt.
     judge: Judge | None = None
     #: Changes of the probabilities.
     sampling: Sampling = AS_THEY_ARE
-    #: Return whether a text ends after its tokens so far.
+    #: Return whether a text ends after its tokens so far, besides `end`.
     stops: Callable[[Sequence[int]], bool] | None = None
-    #: Return the tokens that may follow the tokens so far [V]; it needs all logits. None for all tokens.
+    #: Return which tokens [V] may follow the tokens so far; None: all. It needs all logits.
     allowed: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
 
     def ends(self, tokens: Sequence[int]) -> bool:
@@ -298,7 +305,7 @@ class TokenRules:
 
     @property
     def before_text(self) -> int:
-        """Return how many tokens stand before the text in addition to the prompt."""
+        """Return the number of tokens that the choice, `opening` and `forced` add to the prompt."""
         return len(self.opening) + len(self.forced) + 1 if self.choices else 0
 
     def choose(self, logits: npt.NDArray[Any], before: Sequence[int], temperature: float = 0.0) -> tuple[int, float]:
@@ -336,17 +343,17 @@ class TokenRules:
 
     @property
     def needs_attempts(self) -> bool:
-        """Return whether the prompt may be completed, silence measured, or the text judged and written again."""
+        """Return whether the prompt has a choice, silence is measured, or the text is judged."""
         return bool(self.choices) or self.silent >= 0 or self.judge is not None
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether the likeliest tokens of a row are never enough."""
+        """Return whether every choice of a token needs all logits, not candidates alone."""
         steered = self.moments is not None or self.allowed is not None
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
     def draw(self, place: int, temperature: float) -> Draw | None:
-        """Return how the token at a place of a text is drawn; None if that depends on more than candidates."""
+        """Return the draw of the token at a place of a text; None if the rules need more than candidates."""
         drawn = self.sampling
         changes = drawn != Sampling(top_k=drawn.top_k, top_p=drawn.top_p, min_p=drawn.min_p, prompt=drawn.prompt)
         if changes or self.needs_logits or self.never or self.first_never:
@@ -354,7 +361,7 @@ class TokenRules:
         return Draw(place, self.seed, temperature, drawn.top_k, drawn.top_p, drawn.min_p)
 
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
-        """Return the candidate that `choose` takes; None if that depends on other tokens."""
+        """Return the place of the candidate that `choose` would return; None if that depends on other tokens."""
         if not temperature and not self._changes:
             return 0
         leading, mixed_in, values, bounds, most = self._ranked(row, before)
@@ -365,7 +372,7 @@ class TokenRules:
             return int(leading[0])
         if not np.isclose(row.temperature, temperature, rtol=1e-6):
             return None
-        # Weights of all other tokens, from the sum before any change.
+        # Bounds of the weights of all other tokens, from the devices' sum over unchanged logits.
         top = float(values[leading[0]])
         with np.errstate(over="ignore", invalid="ignore"):
             before_all = row.sums[1] * np.exp((float(row.values[0]) - top) / temperature)
@@ -400,7 +407,7 @@ class TokenRules:
         return bool(self.never or self.first_never) or self.sampling is not AS_THEY_ARE
 
     def _change(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
-        """Change logits [V], or bounds of them, by suppressed tokens and the request."""
+        """Change logits [V], or their bounds: suppressed tokens become -inf, then `sampling` applies."""
         row[[*self.never, *(() if before else self.first_never)]] = -np.inf
         self.sampling.shift(row, before)
 
@@ -417,10 +424,10 @@ class TokenRules:
         place: int,
         temperature: float,
     ) -> int | None:
-        """Return the token drawn by seed, temperature and place, independent of other draws.
+        """Return the place of the drawn token in ids; None if the draw depends on the tail.
 
-        values: logits, best first, of the first tokens and then of the rest; all others are in the tail. None if the
-        draw depends on the tail.
+        It depends on seed, temperature and place in the text alone, not on other draws. values: logits of ids: the
+        first `first` best first, then other tokens best first. tail: bounds of tokens that are not in ids.
         """
         scaled = values.astype(np.float64) / temperature
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
@@ -432,7 +439,7 @@ class TokenRules:
             order = np.argsort(ids[: kept.first])
             sums = np.cumsum(weights[order])
             return int(order[np.searchsorted(sums, share * sums[-1], "right")])
-        # First draw whether it is one of the first tokens, then which one: that needs no other tokens.
+        # Draw first between the first tokens and the others, then within them: so the others may be unknown.
         own, rest = np.cumsum(weights[:first]), np.cumsum(weights[first:])
         if len(own) and share * (own[-1] + (rest[-1] if len(rest) else kept.high)) < own[-1]:
             return int(np.searchsorted(own, within * own[-1], "right"))
@@ -447,7 +454,7 @@ LIKELIEST: Final = TokenRules()
 
 
 def drawn_token(draw: Draw, row: npt.NDArray[np.float32], vocab: int) -> int | None:
-    """Return the token drawn from a row of an answer; None if its candidates do not decide it."""
+    """Return the token drawn from the candidates in a row of an answer; None if it depends on other tokens."""
     sampling = Sampling(top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p)
     rules = TokenRules(seed=draw.seed, sampling=AS_THEY_ARE if sampling == AS_THEY_ARE else sampling)
     candidates = Candidates.read(row, vocab)
@@ -466,9 +473,9 @@ def _log_probability(row: npt.NDArray[Any], token: int) -> float:
 
 
 def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the default options of requests by generation_config.json, as transformers reads it.
+    """Return the default options of requests in generation_config.json, as transformers reads it.
 
-    Without a temperature the likeliest token follows. Raises ModelError, UnsupportedModelError.
+    Without a temperature, the likeliest token is chosen. Raises ModelError, UnsupportedModelError.
     """
     config = JsonConfig(FILE, extras.get(FILE, {}))
     defaults: dict[str, float] = {}
@@ -485,7 +492,7 @@ def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
-    """Return the file that suppresses tokens of speech; raises UnsupportedModelError for keys that change texts."""
+    """Return the file with the rules of speech; raises UnsupportedModelError for unsupported keys that change texts."""
     rules = JsonConfig(FILE, extras[FILE]) if FILE in extras else config
     rules.check_keys(_SPEECH_KEYS)
     return rules
@@ -494,13 +501,13 @@ def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
 def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
     """Return the tokens after which a text ends, none if no file names one.
 
-    generation_config.json counts, else config.json. Raises UnsupportedModelError for keys that would change the
-    likeliest text, ModelError for end tokens outside the vocabulary.
+    They are in generation_config.json, or without it in config.json. Raises UnsupportedModelError for other keys that
+    change the likeliest text, ModelError for end tokens outside the vocabulary.
     """
     if FILE in extras:
         config = JsonConfig(FILE, extras[FILE])
         config.check_keys(_KEYS)
-        sampling_defaults(extras)  # a wrong one is refused now, not at the first request
+        sampling_defaults(extras)  # raises for wrong defaults now, not at the first request
     else:
         config.check_keys(_OLD_KEYS)
     named = config.get("eos_token_id", [])

@@ -17,14 +17,14 @@ from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec, candidate_count, needed_rows, patch_rows
 
-# What one kernel makes of all rows of a sequence; other poolings choose rows.
+# Poolings by the kernel `pool_rows` over all rows of a sequence; the others select rows.
 POOLED: Final = ("mean", "sqrt_mean", "weighted_mean", "max")
 PATCHES: Final = ("patches", "cls_patches")
 _STORED: Final = {"token_classification": "classifier", "question_answering": "qa_outputs"}
 
 
 def head_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
-    """Yield the tensors of heads that all families share: heads of rows, and the layers after a pooling."""
+    """Yield the tensors of heads that all families share: heads of each row, and dense layers after a pooling."""
     head = spec.head
     if (stored := _STORED.get(head.task)) is not None:
         yield from dense("head.classifier", ("",), stored, spec.hidden, head.outputs)
@@ -38,9 +38,9 @@ def _projection(i: int) -> str:
 
 
 def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
-    """Add final norm, pooling and head on the last layer's x [m, h]; return the output.
+    """Add final norm, pooling and head after the last layer's x [m, h]; return the output (spec's `output_shape`).
 
-    It has the spec's `output_shape`. It needs only the rows that the task reads.
+    They compute only the rows that the task reads.
     """
     x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
     if "final_norm.weight" in refs:
@@ -75,7 +75,7 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
 
 
 def add_candidates(net: GraphBuilder, spec: ModelSpec, logits: str, temperatures: str) -> str:
-    """Add the candidates, a shorter answer than the logits [r, V]; return the output."""
+    """Add the candidates, the answer in place of the logits [r, V]; return the output."""
     return net.candidates("candidates", logits, temperatures, roles.CANDIDATES, candidate_count(spec))
 
 

@@ -1,4 +1,4 @@
-"""Seeded random models: the JSON files of a directory with a family's real shapes, or with tiny ones."""
+"""Kinds of seeded random models: JSON files of published models or of tiny ones, by family (`kinds.json`)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """A model to write from a seed."""
+    """A model that `hepti model make` writes from a seed."""
 
-    #: config.json; its initializer_range, if any, is the spread of the weights. Real models spread 0.02 over hundreds
-    #: of columns; a few dozen need more for attention and GELU to bend at all.
+    #: config.json; its initializer_range, if any, is the standard deviation of the weights. Tiny models need more than
+    #: the usual 0.02: with few columns attention and GELU would be almost linear.
     config: Mapping[str, Any]
     #: The other JSON files by name.
     extras: Mapping[str, Any] = field(default_factory=dict)
-    #: config.json's key of the number of layers.
+    #: Key of the number of layers in config.json.
     depth: str = "num_hidden_layers"
 
 
 @cache
 def _all() -> Mapping[str, Any]:
-    """Return kinds.json: by family, then by name."""
+    """Return kinds.json: kinds by family, then by name."""
     data: Mapping[str, Any] = json.loads(resources.files(__package__).joinpath("kinds.json").read_text("utf-8"))
     return data
 
 
 def kinds_of(family: str) -> Mapping[str, Kind]:
-    """Return the kinds of a family by name; labels: how many classes a task has."""
+    """Return the kinds of a family by name; `labels` in the file becomes so many names of classes in config.json."""
     kinds = {}
     for name, kind in _all()[family].items():
         labels = [f"LABEL_{i}" for i in range(kind.get("labels", 0))]

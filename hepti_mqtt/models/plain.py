@@ -29,12 +29,12 @@ _ERF: Final = np.array([math.erf(x) for x in _KNOTS])
 
 
 def linear(tensors: Tensors, name: str, x: Array) -> Array:
-    """Return x @ W + b: [m, in] -> [m, out]; not every matrix has a b."""
+    """Return x @ W + b: [m, in] -> [m, out]; b is 0 for a matrix without a bias."""
     return np.asarray(x @ tensors[f"{name}.weight"] + tensors.get(f"{name}.bias", x.dtype.type(0)))
 
 
 def norm(tensors: Tensors, name: str, x: Array, how: Norm | float) -> Array:
-    """Return the norm of each row of x [m, h]; how: eps for layer norm."""
+    """Return the norm of each row of x [m, h]; how: a number is the epsilon of a layer norm."""
     eps, rms, offset, divisor = how if isinstance(how, Norm) else Norm(how)
     centred = x if rms else x - x.mean(axis=-1, keepdims=True)
     variance = np.square(centred).mean(axis=-1, keepdims=True)
@@ -58,10 +58,10 @@ def attention(
 ) -> Array:
     """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
 
-    causal: no token sees a later one; window: the largest distance, -1 for any. bias: of the score of each
-    query and key, [L, L, a] for sequences of up to L tokens. positions: keys and queries of buckets, [buckets, a d]
-    each, which meet queries and keys, and the bucket of each query and key [L, L]. sinks: logits [a] that count like
-    those of keys without a value.
+    causal: no token attends to a later one. window: the largest distance, -1 for any. bias: added to scores, by query
+    and key: [L, L, a] for sequences of up to L tokens. positions: DeBERTa's keys and queries of buckets, [buckets, a d]
+    each, whose products with queries and keys are added to scores; and the bucket of each query and key [L, L]. sinks:
+    logits [a], each like that of a key with value zero.
     """
     out, d = np.empty_like(q), q.shape[1] // heads
     for rows in sequence_slices(lengths):
@@ -92,7 +92,7 @@ def attention(
 
 
 def attention_over(q: Array, k: Array, v: Array, heads: int) -> Array:
-    """Return the attention of rows over those of another sequence: q [m, h], k and v [s, h] -> [m, h]."""
+    """Return the attention of rows to another sequence: q [m, h], k and v [s, h] -> [m, h]."""
     qs, ks, vs = (z.reshape(len(z), heads, -1).transpose(1, 0, 2) for z in (q, k, v))  # [a, rows, d] each
     weights = softmax(qs @ ks.transpose(0, 2, 1) / math.sqrt(qs.shape[-1]))  # [a, m, s]
     return (weights @ vs).transpose(1, 0, 2).reshape(q.shape)
@@ -101,7 +101,7 @@ def attention_over(q: Array, k: Array, v: Array, heads: int) -> Array:
 def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], divisors: Sequence[float] = ()) -> Array:
     """Return heads of d columns [m, * d] with rotary positions: columns i and i + d / 2 are pairs.
 
-    divisors: as `lowering.Rotate` has.
+    divisors: of the frequencies [d / 2], empty if all are 1.
     """
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
     if divisors:
@@ -114,7 +114,7 @@ def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], divisors: Seq
 
 
 def distance_bias(table: Array, farthest: int, longest: int) -> Array:
-    """Return what distances add to scores (T5): a table [buckets, a] -> [longest queries, keys, a]."""
+    """Return the addends of scores by distance (T5): a table [buckets, a] -> [longest queries, keys, a]."""
     half = len(table) // 2
     exact = half // 2
     bucket_of = []
@@ -131,7 +131,7 @@ def distance_bias(table: Array, farthest: int, longest: int) -> Array:
 def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
     """Return the bucket of each query and key (DeBERTa): [longest, longest].
 
-    Half a span is of one distance each to either side, the rest is as wide as its logarithm says.
+    Up to half of `buckets // 2`, a distance to either side has its own bucket; farther ones share logarithmic buckets.
     """
     span = buckets // 2
     middle = span // 2
@@ -147,7 +147,7 @@ def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
 
 
 def grid_bias(table: Array, side: int) -> Array:
-    """Return what steps on a grid add to scores (BEiT): a table [(2 side - 1)^2 + 3, a] -> [n + 1, n + 1, a].
+    """Return the addends of scores by steps on a grid (BEiT): a table [(2 side - 1)^2 + 3, a] -> [n + 1, n + 1, a].
 
     Row 0 is the class token. The last three rows of the table are its biases: to patches, from patches, to itself.
     """
@@ -184,7 +184,7 @@ def pre_norm(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
 
 
 def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch, stored: str = LAYERS) -> Array:
-    """Return all layers of a model: x [m, h] -> [m, h]; stored: prefix of a layer's tensors, `{}` for its number."""
+    """Return the result of all layers: x [m, h] -> [m, h]; stored: prefix of a layer's tensors, `{}` for its index."""
     layer = pre_norm if spec.norm_first else post_norm
     for i in range(spec.layers):
         n = Layer.of(spec, shape, i)
@@ -257,12 +257,12 @@ def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def token_positions(lengths: Sequence[int]) -> Array:
-    """Return the place of each packed token in its sequence, [m]."""
+    """Return the index of each packed token in its sequence, [m]."""
     return np.concatenate([np.arange(length) for length in lengths])
 
 
 def pool(pooling: Pooling, rows: Array) -> Array:
-    """Return what one sequence's rows [t, h] are pooled to: [h]."""
+    """Return the pooled rows [t, h] of one sequence: [h]."""
     if pooling == "max":
         return np.asarray(rows.max(axis=0))
     if pooling == "weighted_mean":

@@ -1,4 +1,4 @@
-"""How a sentence-transformers directory says that texts become vectors: its modules, its prompt, the longest text."""
+"""Reads the files of sentence-transformers: modules, prompts, pooling, the longest text, and scores of pairs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hepti_mqtt.models.config import JsonConfig, KeyTable
 MODULES: Final = "modules.json"
 SETTINGS: Final = "config_sentence_transformers.json"
 TOKENIZER: Final = "tokenizer_config.json"
-# The first of them that is there counts.
+# The first one that exists is read.
 _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PACKAGE: Final = "sentence_transformers."
-_UNCHANGED: Final = (5, 4)  # from this version on texts are neither stripped nor lowered before the tokenizer
-_FORWARDS: Final = {  # by what the module is for: what it calls, and what it calls the result
+_UNCHANGED: Final = (5, 4)  # since this version texts are neither stripped nor lowered before the tokenizer
+_FORWARDS: Final = {  # by transformer_task: the output of the transformer, and its name in the module
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
 }
-# What each mode is called: in new files, and as a flag in old ones.
+# Poolings by `pooling_mode` of new files; then modes by the flag of old files.
 _POOLINGS: Final[Mapping[str, Pooling]] = {
     "cls": "cls",
     "max": "max",
@@ -41,7 +41,7 @@ _FLAGS: Final = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Modules of PyTorch after a dense layer or a score, by dotted name.
+# Activations by the dotted name of PyTorch's module: after a dense layer, then of a score (True: a sigmoid).
 _ACTIVATIONS: Final[Mapping[str, HeadActivation | None]] = {
     "torch.nn.modules.linear.Identity": None,
     "torch.nn.modules.activation.Tanh": "tanh",
@@ -51,7 +51,7 @@ _ACTIVATIONS: Final[Mapping[str, HeadActivation | None]] = {
 _SCORES: Final = {"torch.nn.modules.linear.Identity": False, "torch.nn.modules.activation.Sigmoid": True}
 _OLD_ACTIVATION: Final = "sbert_ce_default_activation_function"  # before version 4
 SIMILARITIES: Final = ("cosine", "dot", "euclidean", "manhattan")
-# Names of prompts for queries and for documents; the first that the model has counts.
+# Names of prompts for queries and for documents; the first one of the model is used.
 QUERY_PROMPTS: Final = ("query",)
 DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
 
@@ -102,14 +102,14 @@ class TextRules(NamedTuple):
     pools_prompt: bool = True
 
     def prompt_for(self, names: Sequence[str]) -> str:
-        """Return the first prompt of these names, empty where there is none."""
+        """Return the first prompt of these names, empty if there is none."""
         return next((self.prompts[name] for name in names if self.prompts.get(name)), "")
 
 
 def text_rules(extras: Mapping[str, Any]) -> TextRules:
-    """Return what a directory of these JSON files does with texts; raises ModelError.
+    """Return the rules for texts in a directory; raises ModelError.
 
-    It follows the version of sentence-transformers that wrote the directory.
+    They depend on the version of sentence-transformers that wrote the directory.
     """
     if MODULES not in extras:
         return TextRules()
@@ -131,7 +131,7 @@ def text_rules(extras: Mapping[str, Any]) -> TextRules:
 
 
 def max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
-    """Return how many tokens of a text are read: the positions, or the limit that a file names where it is less."""
+    """Return the tokens of the longest text: the number of positions, or a smaller limit in a file."""
     transformer, tokenizer = _transformer(extras), JsonConfig(TOKENIZER, extras.get(TOKENIZER, {}))
     limits = [tokenizer.number("model_max_length", positions)]  # without a limit the file says 1e30
     if transformer.get("max_seq_length", None) is not None:
@@ -150,21 +150,21 @@ def max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
 def sentence_head(extras: Mapping[str, Any]) -> TaskHead:
     """Return the head of a sentence-transformers directory.
 
-    Its modules are Transformer, Pooling, perhaps Dense, also several, and perhaps Normalize, in this order.
+    Its modules are Transformer, Pooling, any number of Dense, and at most one Normalize, in this order.
     """
     names, paths = _modules(extras)
     normalize = names[-1:] == ["Normalize"]
     between = names[2 : len(names) - normalize]
     if names[:2] != ["Transformer", "Pooling"] or paths[0] or any(name != "Dense" for name in between):
         raise UnsupportedModelError(
-            f"{MODULES}: modules {names} are not supported; supported: Transformer (in the directory itself), "
-            "Pooling, then Dense or nothing, also several, and then Normalize or nothing, all of sentence_transformers"
+            f"{MODULES}: modules {names} are not supported; supported, all of sentence_transformers: Transformer (in "
+            "the directory itself), Pooling, any number of Dense, at most one Normalize, in this order"
         )
     rules, pooling = text_rules(extras), _module(extras, paths[1])
     if rules.prompt and not rules.pools_prompt:
         raise UnsupportedModelError(
             f"{pooling.file}: include_prompt false is supported only without a default_prompt_name in "
-            f"{SETTINGS}, since all tokens are pooled here; use a model that pools its prompt"
+            f"{SETTINGS}, because Hepti pools all tokens; use a model that pools its prompt"
         )
     if normalize:
         file = f"{paths[-1]}/config.json"
@@ -190,7 +190,7 @@ def _modules(extras: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _module(extras: Mapping[str, Any], path: str) -> JsonConfig:
-    """Return the file of a module; raises ModelError where it is missing."""
+    """Return the file of a module; raises ModelError if it is missing."""
     file = f"{path}/config.json"
     if file not in extras:
         raise ModelError(f"{file} is missing, though {MODULES} names it; restore the file as the model was published")
@@ -204,7 +204,7 @@ def _pools_prompt(extras: Mapping[str, Any]) -> bool:
 
 
 def _pooling(pooling: JsonConfig) -> Pooling:
-    """Return how rows are pooled: what `pooling_mode` names, or else the one flag of old files that is set."""
+    """Return the pooling that `pooling_mode` names, or the single flag that is true in an old file."""
     named = pooling.get("pooling_mode", None)
     if named is None:
         modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
@@ -240,18 +240,18 @@ def check_cross_encoder(extras: Mapping[str, Any]) -> None:
 
 
 class CrossEncoder(NamedTuple):
-    """What a directory says of the scores of pairs; declared: it says that it scores pairs and nothing else.
+    """The scores of pairs (cross-encoder) in a directory."""
 
-    sigmoid: whether a score is the logit's; None: an activation that is not computed, named `activation`.
-    """
-
+    #: The directory states that its model scores pairs.
     declared: bool
+    #: A score is the sigmoid of the logit, else the logit; None: an unsupported activation.
     sigmoid: bool | None
+    #: Name of the activation, empty if no file names one.
     activation: str = ""
 
 
 def cross_encoder(config: JsonConfig, extras: Mapping[str, Any], outputs: int) -> CrossEncoder:
-    """Return how pairs are scored: as the directory says, else by a sigmoid if there is one output."""
+    """Return how pairs are scored: by the directory's files, else by a sigmoid if there is one output."""
     settings, own = extras.get(SETTINGS, {}), config.get("sentence_transformers", {})
     stated = (
         settings.get("activation_fn") if is_cross_encoder(extras) else None,
@@ -265,7 +265,7 @@ def cross_encoder(config: JsonConfig, extras: Mapping[str, Any], outputs: int) -
 
 
 def _transformer(extras: Mapping[str, Any]) -> JsonConfig:
-    """Return the file of the Transformer module, empty where there is none."""
+    """Return the file of the Transformer module, empty if there is none."""
     file = next((name for name in _TRANSFORMER_FILES if extras.get(name)), _TRANSFORMER_FILES[0])
     config = JsonConfig(file, extras.get(file, {}) if MODULES in extras else {})
     config.check_keys(_TRANSFORMER_KEYS)
@@ -279,7 +279,7 @@ def _transformer(extras: Mapping[str, Any]) -> JsonConfig:
 
 
 def is_cross_encoder(extras: Mapping[str, Any]) -> bool:
-    """Return whether sentence-transformers wrote a directory for the scores of pairs."""
+    """Return whether sentence-transformers wrote the directory as a cross-encoder."""
     return bool(extras.get(SETTINGS, {}).get("model_type") == "CrossEncoder")
 
 
@@ -291,7 +291,7 @@ def _part(config: JsonConfig, key: str, table: KeyTable) -> JsonConfig:
 
 
 def _version(settings: JsonConfig) -> tuple[int, ...]:
-    """Return the major and minor version of sentence-transformers that wrote a directory, zeros if it is not named."""
+    """Return the major and minor version of sentence-transformers that wrote a directory, (0, 0) if unknown."""
     versions = settings.get("__version__", {})
     named = versions.get("sentence_transformers", "") if isinstance(versions, Mapping) else ""
     parts = str(named).split(".")[:2]
@@ -299,7 +299,7 @@ def _version(settings: JsonConfig) -> tuple[int, ...]:
 
 
 def _prompts(settings: JsonConfig) -> Mapping[str, str]:
-    """Return the prompts by name, without null ones; raises ModelError."""
+    """Return the prompts by name; raises ModelError. A null prompt is left out."""
     prompts = settings.get("prompts", {})
     if not isinstance(prompts, Mapping) or not all(isinstance(p, str | None) for p in prompts.values()):
         raise settings.bad_value("prompts", "an object of names and texts", prompts)

@@ -1,4 +1,4 @@
-"""The request shapes of the families: a packed batch of token sequences, and a batch of images."""
+"""Shapes and inputs of requests: token sequences, token sequences in sessions, and images."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy.typing as npt
 
 from hepti_mqtt.core.spec import PlainShape, RequestShape, Want
 
-STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
+STEP: Final = 2.0**-20  # unit of the fixed-point numbers in requests
 
 
 def fixed_point(numbers: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
-    """Return numbers [r, c] below 2,048 as a request brings them, [r c]; they are kept to 5e-7."""
+    """Return numbers [r, c] below 2,048 in fixed point, [r c]; the error is at most 5e-7."""
     return np.asarray(np.rint(numbers.reshape(-1) / STEP), np.int32)
 
 
 class PackedBatch:
-    """A batch of token sequences or patches, packed one below the other; by default without session and marks."""
+    """A batch of token sequences or images, packed one below the other; by default without session and mask tokens."""
 
     __slots__ = ()
 
@@ -81,18 +81,19 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 class TokenBatch(PackedBatch):
     """A packed batch of token sequences; its unit of size is the token.
 
-    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task), or those for which a
-    session's run answers, none for the last one alone. want: `task` for the task's output, `hidden` for the final
-    hidden states of all rows [m, h]. cache: rows for which a decoder's cache has room, those of this run included; each
-    sequence is of a session of its own, and inputs are the number of rows that each has already, then all ids, so that
-    one Program serves every position.
+    In a run of sessions each sequence belongs to another session. The number of rows in their caches is an input, not
+    part of the shape, so one Program serves every position.
     """
 
-    lengths: tuple[int, ...] = field()  # else the property of the base class is its default
+    #: Tokens of each sequence.
+    lengths: tuple[int, ...] = field()  # without `field()` the base class's property would be its default
+    #: See `RequestShape.want`.
     want: Want = "task"
+    #: Packed rows of mask tokens (task masked_token), or rows that a session's run answers for; empty: its last row.
     mask_rows: tuple[int, ...] = ()
+    #: Capacity of each session's cache in rows, 0 without sessions.
     cache: int = 0
-    #: a session's run brings a row that is added to the embedding of each token
+    #: The session's run brings a row that is added to each token's embedding.
     added: bool = False
 
     @property
@@ -103,16 +104,16 @@ class TokenBatch(PackedBatch):
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> TokenBatch:  # noqa: ARG002
-        """Return the run of a number of tokens in one of the sessions; the first one is like the others."""
+        """Return a run of one of the sessions, of `rows` tokens; `begins` makes no difference."""
         return replace(self, lengths=(rows,), mask_rows=(), added=added)
 
     def answering(self, rows: int) -> TokenBatch:
-        """Return the same run, which answers for each of its last rows instead of the last one alone."""
+        """Return the same run with answers for its last `rows` rows."""
         return replace(self, mask_rows=tuple(range(self.tokens - rows, self.tokens)))
 
     @property
     def temperatures(self) -> int:
-        """Return how many temperatures the inputs end with: one for each row that a run answers for by candidates."""
+        """Return the number of temperatures in the inputs: one for each row with candidates."""
         return len(self.mask_rows) or len(self.lengths) if self.want == "candidates" else 0
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
@@ -124,9 +125,9 @@ class TokenBatch(PackedBatch):
 
     def slice_items(self, first: int, stop: int) -> tuple[TokenBatch, slice]:
         if self.cache and (first, stop) != (0, len(self.lengths)):
-            raise ValueError("a request with a session is not divided")
+            raise ValueError("a request with a session cannot be sliced")
         if self.cache:
-            return self, slice(None)  # the first of its inputs is no id
+            return self, slice(None)  # its inputs are not ids alone
         start, tokens = sum(self.lengths[:first]), sum(self.lengths[first:stop])
         masks = tuple(row - start for row in self.mask_rows if start <= row < start + tokens)
         return replace(self, lengths=self.lengths[first:stop], mask_rows=masks), slice(start, start + tokens)
@@ -137,12 +138,11 @@ class TokenBatch(PackedBatch):
 
 @dataclass(frozen=True, slots=True)
 class ImageBatch(PackedBatch):
-    """A batch of images of one size, or of the feature maps that a net makes of them; it keeps no session.
+    """A batch of images of one size, without a session."""
 
-    rows: the size of each: the patches of a transformer and the row before them; 1 where a net takes an image as it is.
-    """
-
+    #: Number of images.
     count: int
+    #: Rows of each image in a transformer (`ImageStem.rows`); 1 in a CNN.
     rows: int = 1
     want: Want = "task"
 
@@ -155,7 +155,7 @@ class ImageBatch(PackedBatch):
 
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> ImageBatch:  # noqa: ARG002
         """Raise ValueError: images have no session."""
-        raise ValueError(f"images have no session that could go on with {rows} rows")
+        raise ValueError(f"images have no session that could continue with {rows} rows")
 
     def answering(self, rows: int) -> ImageBatch:
         """Raise ValueError: images have no session."""
@@ -172,18 +172,18 @@ class ImageBatch(PackedBatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs of requests: token ids, token ids after a cache, or pictures.
+# Inputs of requests: token ids, token ids in sessions, or pictures.
 
 
-CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
-# Of a session's largest run; others are smaller powers of two. From 32 rows on, time per row is constant, and other
-# requests wait for a single run of a long prompt at a time.
+CACHE_ROWS: Final = 64  # of the smallest cache; larger ones double it, up to the longest text
+# Rows of the largest run of a prompt; shorter runs have powers of two. From 32 rows on the time per row is constant, so
+# larger runs would only make other requests wait longer.
 CHUNK_ROWS: Final = 128
-OVERLAP_ROWS: Final = 16  # that are computed again at most: about what one more run costs
+OVERLAP_ROWS: Final = 16  # most cached rows that a run may compute again; a further run costs about as much
 
 
 def cache_rows(tokens: int, longest: int) -> int:
-    """Return the rows that are set aside for a session of a number of tokens, where the longest text has `longest`."""
+    """Return the capacity in rows of a session for a number of tokens; longest: tokens of the model's longest text."""
     rows = CACHE_ROWS
     while rows < tokens:
         rows *= 2
@@ -191,10 +191,9 @@ def cache_rows(tokens: int, longest: int) -> int:
 
 
 def next_rows(cached: int, total: int) -> tuple[int, int]:
-    """Return the rows of a session's next run; the first `cached` of `total` rows are in the cache.
+    """Return the rows start..stop of a session's next run; the first `cached` of `total` rows are in the cache.
 
-    The last run may begin over rows that are cached already: they give the same keys and values again, and no Program
-    is needed but those of powers of two.
+    The last run may compute cached rows again, with equal keys and values, so that its size is a power of two.
     """
     left = total - cached
     if left >= CHUNK_ROWS:
@@ -207,16 +206,16 @@ def next_rows(cached: int, total: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
-
-    masks: the task answers for mask tokens, so that a request has at least one. types: of tokens, 1 where all are
-    alike; a token of another type than the first travels as id + type x vocabulary. end, padded: see `TextStem`.
-    """
+    """The input is token ids i32 [m]; a token of type t has the id: id + t x vocab."""
 
     vocab: int
+    #: Tokens of the longest sequence.
     longest: int
+    #: The task answers for mask tokens, so a request has at least one.
     masks: bool = False
+    #: Number of token types.
     types: int = 1
+    #: See `TextStem`.
     end: int | None = None
     padded: bool = False
 
@@ -225,7 +224,7 @@ class TextInput:
         return self.vocab * self.types
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
-        """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""
+        """Return a request of one sequence of at most `tokens` tokens; the longest for None and for padded texts."""
         length = self.longest if tokens is None or self.padded else min(tokens, self.longest)
         return TokenBatch((length,), mask_rows=(0,) if self.masks else ())
 
@@ -234,9 +233,9 @@ class TextInput:
         return TokenBatch(lengths, want, mask_rows)
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
-        """Return the shape that travelled; raises ValueError for one with a session, which only decoders have."""
+        """Return the shape of its plain form; raises ValueError if it has a session, which only decoders support."""
         if plain.session_rows or plain.want not in ("task", "hidden") or plain.added:
-            raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows or give {plain.want}")
+            raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows or return {plain.want}")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
@@ -248,21 +247,21 @@ class TextInput:
 
 @dataclass(frozen=True, slots=True)
 class DecoderInput(TextInput):
-    """A request brings i32 [B + m]: how many rows the session of each item has already, then token ids.
+    """The input is i32: the number of rows in each session's cache [B], token ids [m], temperatures, added rows.
 
-    Where candidates are wanted, a temperature for each row that it answers for follows, as the bits of f32; then, in a
-    run that brings them, the rows [m, width] that are added to embeddings, in fixed point.
+    There is a temperature, as the bits of an f32, for each row with candidates. Added rows [m, width] are in fixed
+    point, and present if `TokenBatch.added`.
     """
 
-    #: h
+    #: Columns of added rows, h.
     width: int = 0
-    #: rows of a picture, which see each other; 0: they see earlier rows only
+    #: See `BlockSpec.picture_rows`.
     picture_rows: int = 0
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
-        """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
+        """Return a step with a cache for a sequence of `tokens` tokens; None: the largest run of the longest sequence.
 
-        What a step costs depends on its position: the kernels reckon with the mean over a cache.
+        The cost of a step depends on its position; the cost model uses the mean over the cache.
         """
         if tokens is None:
             rows = max(CHUNK_ROWS, self.picture_rows)
@@ -270,18 +269,18 @@ class DecoderInput(TextInput):
         return TokenBatch((1,), "candidates", cache=self.cache(tokens))
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
-        """Return the shape that travelled; raises ValueError for added rows in a run of several sessions."""
+        """Return the shape of its plain form; raises ValueError for added rows in a run of several sessions."""
         if plain.added and (len(plain.sizes) > 1 or not plain.session_rows):
-            raise ValueError("rows are added in a run of one session")
+            raise ValueError("rows can be added only in a run of one session")
         if plain.want == "alignment":
-            raise ValueError("tokens of speech alone are aligned")
+            raise ValueError("only models of speech return an alignment")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows, plain.added)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
         return replace(shape, cache=self.longest)
 
     def cache(self, tokens: int) -> int:
-        """Return the rows of the cache of a sequence that ends with so many tokens."""
+        """Return the capacity in rows of a session's cache for a sequence of `tokens` tokens."""
         return cache_rows(tokens, self.longest)
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
@@ -292,15 +291,14 @@ class DecoderInput(TextInput):
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A request brings pictures u8 [B, channels, size, size] with `rows` rows each in the net.
+    """The input is pictures u8 [B, channels, size, size]."""
 
-    shortest: pixels of the resized shorter side before the centre crop; 0: the whole picture, made square. square: the
-    longer side gets as many.
-    """
-
+    #: Pixels of a side.
     size: int
     channels: int
+    #: See `ImageBatch.rows`.
     rows: int = 1
+    #: See `ImageStem`.
     shortest: int = 0
     square: bool = False
 
@@ -309,15 +307,15 @@ class ImageInput:
         return 256
 
     def shape(self, _size: int | None = None) -> ImageBatch:
-        """Return a request of one picture, whatever size is named."""
+        """Return a request of one picture."""
         return self.batch(1)
 
     def batch(self, count: int, want: Want = "task") -> ImageBatch:
-        """Return a request of so many pictures."""
+        """Return a request of `count` pictures."""
         return ImageBatch(count, self.rows, want)
 
     def shape_of(self, plain: PlainShape) -> ImageBatch:
-        """Return the shape that travelled; raises ValueError unless it is whole pictures."""
+        """Return the shape of its plain form; raises ValueError unless it consists of whole pictures."""
         batch = self.batch(len(plain.sizes), plain.want)
         if batch.plain() != plain or plain.want not in ("task", "hidden"):
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")

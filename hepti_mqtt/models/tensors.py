@@ -1,6 +1,7 @@
-"""Where each tensor of a model stands in a Hugging Face checkpoint, and how a Program refers to it.
+"""The tensors of a model: their places in a Hugging Face checkpoint, and references of Programs to them.
 
-Canonical names are the same for all families; matrices are in [in, out] orientation, as `x @ W` reads them.
+A tensor has a canonical name, the same in all families, and stored names, those of checkpoints. Matrices have the
+orientation [in, out], as in `x @ W`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ HEAD: Final = "head.decoder.weight"  # the matrix to the logits
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A batch norm after a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint.
+    """Stored names of a batch norm after a convolution: (x - mean) / sqrt(variance + eps) * weight + bias.
 
-    Of a mere factor of each channel (layer scale) there is weight alone: all other names are empty.
+    Layer scale, a factor per channel, has a weight alone; its other names are empty.
     """
 
     weight: str
@@ -34,20 +35,21 @@ class BatchNorm:
 
     @classmethod
     def under(cls, prefix: str, eps: float = 1e-5) -> BatchNorm:
-        """Return the names that PyTorch gives it."""
+        """Return PyTorch's names."""
         return cls(f"{prefix}.weight", f"{prefix}.bias", f"{prefix}.running_mean", f"{prefix}.running_var", eps)
 
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """A table of `kept` rows and then those of a square grid, which becomes one of another size, bicubic.
+    """Bicubic resizing of a table of positions, whose rows after the first `kept` are a square grid."""
 
-    stored, side: of the grid before and then. smooth: the filter is as much wider as the new grid is coarser.
-    """
-
+    #: Rows that are not part of the grid.
     kept: int
+    #: Side of the stored grid.
     stored: int
+    #: Side of the resized grid.
     side: int
+    #: Widen the filter if the grid gets coarser (PyTorch's `antialias`).
     smooth: bool
 
     def rows(self, table: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -58,9 +60,9 @@ class Resized:
         return np.concatenate([table[: self.kept], resized.reshape(self.side**2, -1)])
 
     def _weights(self) -> npt.NDArray[np.float64]:
-        """Return what each stored row adds to each new one, as PyTorch's `interpolate` has it with `antialias` or not.
+        """Return the weight of each stored row in each new row, as in PyTorch's `interpolate`, [side, stored].
 
-        Without it the filter's parameter is another one, and beyond the border the last row stands.
+        Without `antialias` PyTorch uses another parameter of the filter, and repeats the border row.
         """
         ratio = self.stored / self.side
         wide, a = (max(ratio, 1.0), -0.5) if self.smooth else (1.0, -0.75)
@@ -80,19 +82,18 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """A layer norm and a dense layer through which rows of a table go when they are read.
+    """A layer norm and a dense layer, applied to rows of a table on reading; stored names of their tensors."""
 
-    All are alternative names in a checkpoint. matrix: [out, in].
-    """
-
+    #: Alternative names of the layer's matrix [out, in] and bias, and of the norm's weight and bias.
     matrix: tuple[str, ...]
     bias: tuple[str, ...]
     gamma: tuple[str, ...]
     beta: tuple[str, ...]
+    #: Epsilon of the norm.
     eps: float
 
     def rows(self, table: npt.NDArray[Any], read: Callable[[tuple[str, ...]], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Return rows [n, in] of the table after norm and layer, [n, out]; read: returns a tensor by names."""
+        """Return rows [n, in] of the table after norm and layer, [n, out]; read: return a tensor by its names."""
         x = table.astype(np.float64)
         x = x - x.mean(axis=1, keepdims=True)
         x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self.eps) * read(self.gamma) + read(self.beta)
@@ -100,56 +101,62 @@ class Projected:
 
 
 class Place(NamedTuple):
-    """Where a checkpoint may store a tensor as a part of another one."""
+    """A tensor as a part of a stored tensor."""
 
+    #: Name of the stored tensor.
     name: str
-    #: Shape of the whole stored tensor.
+    #: Shape of the stored tensor.
     shape: tuple[int, ...]
-    #: First row of the part, or first element of a row where it has all rows.
+    #: First row of the part; if the part has all rows, its first element in each row.
     first: int
-    #: Distance between rows or elements of the part.
+    #: Distance between rows, or elements, of the part.
     step: int = 1
-    #: The stored rows are the inputs of matrices, [matrices, in, out].
+    #: The stored tensor is [matrices, in, out], so the part is read transposed.
     by_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor: its canonical name and shape, and how a checkpoint stores it.
+    """A tensor of a model, its storage in a checkpoint, and the changes of its values on reading."""
 
-    shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint; the
-    first one counts; zeros without a name. stored_shape: as the checkpoint has it, with `shape`'s elements in the
-    same order, or in the order of its transpose where `transposed` ([out, in]). layout: how kernels use it.
-    created_name: the name in a new checkpoint where that is not the first; two tensors that are tied have one.
-    channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
-    reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
-    norm does to `convolution_bias`, if anything. factor: alternative names of a vector by which each stored row, or
-    element, is multiplied. resized, projected: what becomes of its rows.
-    """
-
+    #: Canonical name.
     name: str
+    #: (in, out) of a matrix, (rows, columns) of a table, or (n,) of a vector.
     shape: tuple[int, ...]
+    #: Alternative stored names; the first that a checkpoint has is read. Without any name the tensor is zeros.
     stored: tuple[str, ...]
+    #: Shape of the stored tensor: it has the elements of `shape` in the same order, or in that of the transpose if
+    #: `transposed`.
     stored_shape: tuple[int, ...]
+    #: Stored as [out, in].
     transposed: bool = False
+    #: Layout in kernels.
     layout: Layout = "plain"
+    #: Name in a checkpoint of `hepti model make`, if not the first of `stored`; tied tensors share it.
     created_name: str = ""
+    #: Shape [C, ...] of a stored row of a convolution; on reading, its channels become the last dimension.
     channels_first: tuple[int, ...] = ()
+    #: Batch norm that is folded in: it scales the rows of a matrix. A vector is the bias after the folding; its stored
+    #: name is the norm's bias, or the convolution's bias if the norm has none.
     norm: BatchNorm | None = None
+    #: Stored name of the convolution's bias before the norm, for such a vector.
     convolution_bias: str = ""
+    #: Alternative names of a vector that multiplies the stored rows, or the elements of a vector.
     factor: tuple[str, ...] = ()
+    #: Resizing of a table of positions.
     resized: Resized | None = None
+    #: Layers that are applied to the rows of a table.
     projected: Projected | None = None
-    #: Parts of other tensors that it may be, in the order of preference; the first one is what `model make` writes.
+    #: Stored tensors that may have it as a part: the first one in a checkpoint is read, `model make` writes the first.
     places: tuple[Place, ...] = ()
 
     @property
     def primary_name(self) -> str:
-        """Return the name that most checkpoints have for it."""
+        """Return the stored name in most checkpoints."""
         return self.created_name or self.stored[0]
 
     def factor_name(self, stored: Container[str]) -> str:
-        """Return the factor's name among those of a checkpoint; empty without a factor."""
+        """Return the name of the factor in a checkpoint; empty without a factor. stored: names in the checkpoint."""
         return chosen(self.factor, stored)
 
     @property
@@ -159,7 +166,7 @@ class TensorSource:
         return (columns, rows) if self.transposed else (rows, columns)
 
     def place_in(self, stored: Container[str]) -> Place | None:
-        """Return the place that a checkpoint has, else the first; None for a tensor without places."""
+        """Return the first place in a checkpoint, or the first of all if it has none; None without places."""
         return next((place for place in self.places if place.name in stored), next(iter(self.places), None))
 
     def folded_shapes(self, stored: Container[str] = ()) -> Mapping[str, tuple[int, ...]]:
@@ -181,23 +188,23 @@ class TensorSource:
 
 
 def chosen(names: Iterable[str], stored: Container[str]) -> str:
-    """Return the first of alternative names that a checkpoint has, or else the first; empty without any."""
+    """Return the first of alternative names in a checkpoint, or the first of all if it has none; empty for no name."""
     names = tuple(names)
     return next((name for name in names if name in stored), next(iter(names), ""))
 
 
 def prefixed(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:
-    """Return every prefix with every suffix."""
+    """Return each prefix with every suffix."""
     return tuple(prefix + suffix for prefix in prefixes for suffix in suffixes)
 
 
 def vector(name: str, stored: tuple[str, ...], n: int, stored_shape: tuple[int, ...] = ()) -> TensorSource:
-    """Return the source of a vector (n,); `stored_shape` where it has dimensions of 1 in front."""
+    """Return the source of a vector (n,); stored_shape: if it begins with dimensions of 1."""
     return TensorSource(name, (n,), stored, stored_shape or (n,))
 
 
 def table(name: str, stored: tuple[str, ...], rows: int, columns: int, leading: tuple[int, ...] = ()) -> TensorSource:
-    """Return the source of a table [rows, columns] for look-ups of rows."""
+    """Return the source of a table [rows, columns] for look-ups of rows; leading: first dimensions, of 1, as stored."""
     return TensorSource(name, (rows, columns), stored, (*leading, rows, columns))
 
 
@@ -209,7 +216,7 @@ def weight(
 
 
 def dense(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int) -> tuple[TensorSource, ...]:
-    """Return weight and bias of a dense layer."""
+    """Return weight and bias of a dense layer; prefixes: alternatives before the stored name."""
     prefixes = tuple(prefixes)
     return (
         weight(f"{name}.weight", prefixed(prefixes, f"{stored}.weight"), n_in, n_out),
@@ -240,7 +247,7 @@ def fused(source: TensorSource, first: int, rows: int) -> TensorSource:
 
 
 def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = True) -> tuple[TensorSource, ...]:
-    """Return weight and bias of a layer norm; checkpoints converted from TensorFlow say gamma and beta."""
+    """Return weight and bias of a norm; they are called gamma and beta in checkpoints converted from TensorFlow."""
     prefixes = tuple(prefixes)
     gamma = vector(f"{name}.weight", prefixed(prefixes, f"{stored}.weight", f"{stored}.gamma"), n)
     beta = vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias", f"{stored}.beta"), n)
@@ -248,7 +255,7 @@ def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = T
 
 
 def transposed(source: TensorSource) -> TensorSource:
-    """Return a table [rows, columns] as a matrix [columns, rows]; it is stored alike."""
+    """Return a table [rows, columns] as a matrix [columns, rows], with the same stored tensor."""
     return replace(source, shape=source.shape[::-1], transposed=True, layout="packed")
 
 
@@ -263,7 +270,7 @@ def vector_ref(name: str, columns: Range) -> WeightRef:
 
 
 def whole_ref(source: TensorSource) -> WeightRef:
-    """Return a reference to all of a tensor, in the layout that kernels read it in."""
+    """Return a reference to a whole tensor."""
     if len(source.shape) == 1:
         return vector_ref(source.name, (0, source.shape[0]))
     rows, columns = source.shape

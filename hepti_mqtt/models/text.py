@@ -1,7 +1,6 @@
-"""What encoders of text share: token embeddings, names of a layer's tensors, heads.
+"""Parts that models of text share: token embeddings, the tensors of a layer, heads; decoders use the first two.
 
-m tokens, e columns of the embedding tables, h hidden, f MLP width. A spec's `text.width` is e where a dense layer takes
-embeddings to h columns, 0 where the tables have h columns themselves.
+m tokens, e columns of the embedding tables (`TextStem.width`, or h), h hidden, f MLP width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hepti_mqtt.models.transformer import LAYERS, ModelSpec, TextStem, add_layer
 
 
 class Keys(NamedTuple):
-    """What config.json calls the sizes of a family."""
+    """A family's keys of config.json for sizes and activation."""
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -41,7 +40,7 @@ _TASKS: Final[Mapping[str, Task]] = {
     "ForQuestionAnswering": "question_answering",
     "ForMaskedLM": "masked_token",
 }
-HUGGING_FACE: Final = Keys()  # what most families call them
+HUGGING_FACE: Final = Keys()  # the keys of most families
 LAYER_PARTS: Final = (
     "query", "key", "value", "attention_out", "attention_norm", "mlp_up", "mlp_down", "mlp_norm",
 )  # fmt: skip
@@ -53,7 +52,7 @@ WORD_EMBEDDINGS: Final = "embeddings.word_embeddings.weight"
 
 
 def architectures(*names: str, without: str = "") -> dict[str, Task]:
-    """Return the task of each architecture of models with these names; without: the end of a name that is none."""
+    """Return the task of each architecture: names with every suffix of `_TASKS` except `without`."""
     return {f"{name}{end}": task for name in names for end, task in _TASKS.items() if end != without}
 
 
@@ -73,8 +72,8 @@ def encoder_spec(
 ) -> ModelSpec:
     """Return the spec of an encoder of text that norms after each residual; raises ModelError, UnsupportedModelError.
 
-    types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem. eps: of
-    the norms, by default as the file says. positions: how tokens have them, in the words of the file.
+    types, offset, width: see `TextStem` (offset: `position_offset`). eps: of the norms, by default layer_norm_eps.
+    positions: the supported value of position_embedding_type.
     """
     config.require_one_of("position_embedding_type", positions, positions)
     config.require_one_of("is_decoder", False, False)
@@ -105,9 +104,9 @@ def stem_of(spec: ModelSpec) -> TextStem:
 
 
 def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef], ids: str = "") -> str:
-    """Add the stem of a packed batch: ids i32 [m], each with its type x V added -> [m, h].
+    """Add the stem of a packed batch: ids i32 [m], with types as in `TextStem.types` -> [m, h].
 
-    ids: their tensor, by default what the request brings.
+    ids: tensor of the ids; empty: the request's input.
     """
     stem = stem_of(spec)
     ids = ids or net.input("ids", (shape.tokens,), "i32")
@@ -164,8 +163,8 @@ def stem_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of the stem.
 
-    projection: what a checkpoint calls the dense layer from e to h columns; decoder: and the one to the vocabulary,
-    which stands in for missing word embeddings that are tied to it.
+    base: alternative prefixes of stored names. projection: stored name of the dense layer from e to h columns. decoder:
+    of the dense layer to the vocabulary, whose matrix is read for missing token embeddings that are tied to it.
     """
     stem, e = stem_of(spec), stem_of(spec).width or spec.hidden
     yield table("stem.word", (*prefixed(base, WORD_EMBEDDINGS), *_tied(spec, f"{decoder}.weight")), stem.vocab, e)
@@ -179,17 +178,18 @@ def stem_tensors(
 
 def layer_tensors(
     spec: ModelSpec,
-    here: str,
+    layer: str,
     base: tuple[str, ...],
     stored: str,
-    called: Mapping[str, str],
+    part_names: Mapping[str, str],
     width: int = 0,
     matrix: Callable[..., Iterable[TensorSource]] = dense,
 ) -> Iterator[TensorSource]:
-    """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
+    """Yield the tensors of a layer's parts: canonical names are `layer` + part, stored names base + `stored` + name.
 
-    Parts of one name lie below each other in it. width: columns of its inputs and results, by default all. matrix: how
-    its matrices are stored.
+    base: alternative prefixes. part_names: stored name of each part; parts with the same name are one stored matrix,
+    one below the other. width: columns of the layer's inputs and results; 0: h. matrix: `tensors.dense`, or
+    `tensors.conv1d` for matrices stored as [in, out].
     """
     w, f, d, biases = width or spec.hidden, spec.mlp, spec.head_dim, spec.block.biases
     q, kv, dense_mlp = spec.heads * d, spec.kv_heads * d, spec.block.dense_mlp or f
@@ -198,18 +198,18 @@ def layer_tensors(
         "mlp_gate": (w, dense_mlp), "mlp_up": (w, dense_mlp), "mlp_down": (dense_mlp, w),
         "router": (w, spec.block.experts),
     }  # fmt: skip
-    of_bias = {"query": "qkv", "key": "qkv", "value": "qkv", "mlp_gate": "mlp_up"}
+    bias_of = {"query": "qkv", "key": "qkv", "value": "qkv", "mlp_gate": "mlp_up"}  # names in `BlockSpec.biases`
     normed = {"query_norm": q, "key_norm": kv} if spec.block.row_norms else {"query_norm": d, "key_norm": d}
-    for part, name in called.items():
-        together = [sizes[p][1] for p, n in called.items() if n == name and p in sizes]
-        before = sum(together[: [p for p, n in called.items() if n == name].index(part)])
+    for part, name in part_names.items():
+        together = [sizes[p][1] for p, n in part_names.items() if n == name and p in sizes]
+        before = sum(together[: [p for p, n in part_names.items() if n == name].index(part)])
         if part.endswith("_norm"):
-            yield from norm(f"{here}{part}", base, stored + name, normed.get(part, w), spec.block.norm_bias)
+            yield from norm(f"{layer}{part}", base, stored + name, normed.get(part, w), spec.block.norm_bias)
         elif part == "sinks":
-            yield vector(f"{here}{part}", prefixed(base, stored + name, f"{stored}{name}.weight"), spec.heads)
+            yield vector(f"{layer}{part}", prefixed(base, stored + name, f"{stored}{name}.weight"), spec.heads)
         else:
-            sources = matrix(f"{here}{part}", base, stored + name, *sizes[part])
-            sources = sources if of_bias.get(part, part) in biases else tuple(sources)[:1]
+            sources = matrix(f"{layer}{part}", base, stored + name, *sizes[part])
+            sources = sources if bias_of.get(part, part) in biases else tuple(sources)[:1]
             if len(together) > 1:
                 sources = (fused(source, before, sum(together)) for source in sources)
             yield from sources
@@ -224,13 +224,12 @@ def mask_head_tensors(
     *bias: str,
     words: str = WORD_EMBEDDINGS,
 ) -> Iterator[TensorSource]:
-    """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
+    """Yield the head for mask tokens: a dense layer, a norm, and a dense layer to the vocabulary (decoder).
 
-    decoder: what a checkpoint calls it; bias: another name of its bias. As in transformers 5 (`tie_weights`), a
-    stored decoder counts even if config.json ties it. A missing matrix is tied to the word embeddings, stored [V, e]
-    alike. An untied bias without a
-    name of its own was written by transformers 4, for which both names were one tensor. words: what a checkpoint calls
-    the word embeddings.
+    transform, transform_norm, decoder: stored names. bias: further names of the decoder's bias. words: stored name of
+    the token embeddings [V, e]; a tied decoder is read from there if the checkpoint has no matrix of its own. A stored
+    decoder is read even if config.json ties it, as in transformers 5 (`tie_weights`). transformers 4 may store an
+    untied bias under a further name alone, because both names were one tensor.
     """
     e, vocab = stem_of(spec).width or spec.hidden, spec.head.outputs
     yield from dense("head.transform", ("",), transform, spec.hidden, e)
@@ -243,7 +242,7 @@ def mask_head_tensors(
 
 
 def _tied(spec: ModelSpec, *stored: str) -> tuple[str, ...]:
-    """Return these names of what the logits' weights are tied to; none where they are not."""
+    """Return the names if the matrix to the logits is tied to the token embeddings, else none."""
     return stored if spec.head.tied else ()
 
 
@@ -258,10 +257,10 @@ def task_head(
 ) -> TaskHead:
     """Return the head of a task.
 
-    pooler: whether the plain model has a dense layer with tanh on the first row. classify, fill: the activation of the
-    dense layer before the labels, and before the vocabulary.
+    pooler: whether the model without a task's head has a dense layer with tanh on the first row. classify, fill:
+    activation of the dense layer before the labels, and before the vocabulary.
     """
-    # Sentence-transformers loads the base model, whatever head `architectures` names.
+    # sentence-transformers loads the model without head, even if `architectures` names one.
     if task == "masked_token" and sentences.MODULES in extras:
         return sentences.sentence_head(extras)
     if task == "masked_token":

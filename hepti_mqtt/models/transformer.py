@@ -1,4 +1,7 @@
-"""The spec of a transformer: what its families read off their config.json."""
+"""The spec of a transformer, and the layers that families share, as graphs; `plain.py` has the same layers in NumPy.
+
+m tokens, h hidden, a heads of d columns, f MLP width, E experts.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,33 @@ from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, Text
 
 @dataclass(frozen=True, slots=True)
 class TextStem:
-    """Token embeddings: word + position + type, then a layer norm.
+    """Token embeddings: the sum of a token's, its position's and its type's rows, then a layer norm.
 
-    types: 0 without a table of token types; with several, ids are id + type x vocab. width: columns of the tables
-    before a dense layer to h, 0 if they have h columns. scale: of a word's row. positions: rows of the table of
-    positions, or the longest text. end: the first such token ends a text and has its vector; `vocab` for a text's
-    highest token. padded: texts are filled to the longest with the padding token, and the model reads it.
+    A model without a table of positions or types, or without the norm, leaves it out.
     """
 
+    #: Rows of the table of tokens.
     vocab: int
+    #: Rows of the table of positions; without this table, the longest text.
     positions: int
+    #: Rows of the table of token types, 0 without this table. A token of type t has the id: id + t x vocab.
     types: int
+    #: Row of the table of positions for a text's first token.
     position_offset: int = 0
+    #: Columns of the tables if a dense layer to h columns follows; 0: they have h columns.
     width: int = 0
+    #: Factor of token rows.
     scale: float = 1.0
+    #: Token whose first row is the embedding of a text (CLIP); `vocab`: the row of the text's highest id. None: no such
+    #: token.
     end: int | None = None
+    #: Texts are padded to the longest, and the model attends to the padding (SigLIP).
     padded: bool = False
 
 
 T = TypeVar("T")
-DISENTANGLED: Final = ("position_keys", "position_queries")  # what buckets have, [buckets, a d] each
+#: Tables of DeBERTa's layers, [buckets, a d] each.
+DISENTANGLED: Final = ("position_keys", "position_queries")
 MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
 
 
@@ -46,80 +56,101 @@ MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
 class BlockSpec:
     """Deviations of a model's layers from the BERT block.
 
-    biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
-    gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
-    block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
-    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for 1 /
-    sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps on
-    a grid of patches instead; shared_bias: all layers have the same. disentangled: a bucket has a key and a query in
-    place of a bias. thetas, windows: of each layer the base of its rotary positions, and the most rows between query
-    and key, -1 for all, from the first one again where there are more layers; none where no layer has them.
-    rope_divisors: of each layer in the same way, see `lowering.Rotate`. experts: the MLP is a mixture of so many, each
-    as wide as `ModelSpec.mlp` says; chosen: by each row; normed_experts: their weights add up to 1.
+    `thetas`, `rope_divisors` and `windows` have an entry per layer; a tuple with fewer entries than layers repeats, and
+    an empty one means that no layer has this feature.
     """
 
+    #: Matrices with a bias: names of `MATRICES`, where `mlp_up` includes the gate; in mixtures
+    #: also `router` and `experts`, in ModernBERT parts of the head.
     biases: tuple[str, ...] = MATRICES
+    #: Norms have a bias.
     norm_bias: bool = True
+    #: Norms do not subtract the mean (RMSNorm).
     rms: bool = False
+    #: Added to the weights of norms.
     gamma_offset: float = 0.0
+    #: Number of first layers without a norm before attention.
     bare: int = 0
+    #: The results of attention and MLP are normed before they are added (Gemma 3).
     added_norms: bool = False
+    #: The MLP's hidden columns are activation(gate) * up.
     gated: bool = False
+    #: Heads of keys and values; 0: as many as those of queries.
     kv_heads: int = 0
+    #: Columns of a head; 0: h / a.
     head_dim: int = 0
+    #: Each head of queries and keys is normed.
     head_norms: bool = False
     #: All heads of queries are normed together, and those of keys.
     row_norms: bool = False
+    #: Factor of attention scores; 0: 1 / sqrt(d).
     scale: float = 0.0
+    #: A row attends to no later row.
     causal: bool = False
+    #: Rows of the tables that add to scores by the distance of query and key; 0 without such tables.
     buckets: int = 0
+    #: Distances from this one on share the last bucket.
     farthest: int = 0
+    #: Side of the grid of patches if buckets are steps on it instead of distances; else 0.
     side: int = 0
+    #: All layers share the tables of buckets.
     shared_bias: bool = True
+    #: A bucket has a key and a query (`DISENTANGLED`) instead of a bias per head (DeBERTa).
     disentangled: bool = False
+    #: Base of the rotary positions; 0: the layer has none.
     thetas: tuple[float, ...] = ()
+    #: Largest distance of query and key in rows, -1 for any.
     windows: tuple[int, ...] = ()
+    #: Divisors of the rotary frequencies [d / 2], empty if all are 1.
     rope_divisors: tuple[tuple[float, ...], ...] = ()
+    #: Number of experts, each `ModelSpec.mlp` wide; 0: each layer has an MLP.
     experts: int = 0
+    #: Experts that each row chooses.
     chosen: int = 0
+    #: The weights of a row's chosen experts add up to 1.
     normed_experts: bool = True
-    #: Gates of experts are at most so large, and up columns within it; 0 for no limit.
+    #: Largest gate column of an expert; up columns are clipped to +- this limit. 0: no limit.
     gate_limit: float = 0.0
     #: Added to up columns of experts.
     up_offset: float = 0.0
     #: Each head has a learnt logit that takes weight from all keys.
     sinks: bool = False
-    #: Layers of a mixture that have an MLP instead, and its width.
+    #: Layers of a mixture that have an MLP instead of experts.
     dense_layers: tuple[int, ...] = ()
+    #: Width of this MLP.
     dense_mlp: int = 0
-    #: rows of a picture, which see each other in a causal model; 0: they see earlier rows only
+    #: Rows of a picture, which attend to each other in a causal model; 0: they attend to earlier rows only.
     picture_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ImageStem:
-    """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
+    """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size]."""
 
-    shortest: of the resized shorter side before the centre crop; 0: the whole picture, made square. square: the longer
-    side is resized to it too. registers: rows between the class token and the patches. grid: patches of a side of the
-    stored positions, if pictures have another number. positions: rows have any. classed: there is a class token.
-    """
-
+    #: Pixels of an image's side.
     size: int
+    #: Pixels of a patch's side.
     patch: int
     channels: int
+    #: Mean and standard deviation of each channel, by which pixels are normalised.
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    #: Pixels of the shorter side after resizing, before the centre crop; 0: the whole picture is resized to a square.
     shortest: int = 0
+    #: The longer side is resized to `shortest` too.
     square: bool = False
+    #: Rows between the class token and the patches (register tokens).
     registers: int = 0
+    #: Patches along a side of the stored table of positions, if it is resized for this image size; else 0.
     grid: int = 0
+    #: There is a table of positions.
     positions: bool = True
+    #: There is a class token.
     classed: bool = True
 
     @property
     def side(self) -> int:
-        """Return the patches of a side."""
+        """Return the number of patches along a side."""
         return self.size // self.patch
 
     @property
@@ -129,64 +160,70 @@ class ImageStem:
 
     @property
     def prefix(self) -> int:
-        """Return the rows before the patches."""
+        """Return the number of rows before the patches."""
         return self.classed + self.registers
 
     @property
     def rows(self) -> int:
-        """Return the rows of one image."""
+        """Return the number of rows of one image."""
         return self.prefix + self.patches
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The spec of a transformer: text or images in, layers that are alike, a task head.
+    """The spec of a transformer: a stem for text or images, layers, and a task head."""
 
-    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer. cache:
-    how a session's keys and values are kept.
-    """
-
+    #: Key of `models.FAMILIES`.
     family: str
+    #: Name in config.json's `architectures`.
     architecture: str
+    #: Numbers of layers, of hidden columns (h), of query heads (a), and of MLP columns (f; of an expert).
     layers: int
     hidden: int
     heads: int
     mlp: int
+    #: Norms come before attention and MLP (ViT, Llama), else after the residual sums (BERT).
     norm_first: bool
+    #: Of the MLP.
     activation: Activation
+    #: Epsilon of all norms.
     norm_eps: float
+    #: Tokens of the longest text, or rows of an image.
     max_tokens: int
     head: TaskHead
+    #: One of the two stems is given.
     text: TextStem | None = None
     image: ImageStem | None = None
     block: BlockSpec = BlockSpec()
+    #: (tensor, storage) of the matrices in blocks, as stored or as quantised; `*` in a name is any layer or expert.
     storages: tuple[tuple[str, BlockStorage], ...] = ()
+    #: Dtype of a session's keys and values.
     cache: CacheDtype = "f32"
 
     def storage_of(self, name: str) -> BlockStorage | None:
-        """Return the storage of a tensor, None for numbers."""
+        """Return the storage of a matrix in blocks, None for other tensors."""
         storages = dict(self.storages)
-        own = storages.get(name)
-        return own if own is not None else storages.get(any_layer(name))
+        storage = storages.get(name)
+        return storage if storage is not None else storages.get(any_layer(name))
 
     @property
     def head_dim(self) -> int:
-        """Return d, the columns of one attention head."""
+        """Return d, the number of columns of one attention head."""
         return self.block.head_dim or self.hidden // self.heads
 
     @property
     def kv_heads(self) -> int:
-        """Return the heads of keys and values."""
+        """Return the number of heads of keys and values."""
         return self.block.kv_heads or self.heads
 
     @property
     def norm(self) -> Norm:
-        """Return how rows are normed."""
+        """Return the norm of all layers."""
         return Norm(self.norm_eps, self.block.rms, self.block.gamma_offset)
 
     @property
     def input_spec(self) -> InputSpec:
-        """Return what a request brings: token ids, or pictures."""
+        """Return the description of a request's input: token ids, or pictures."""
         if self.text is not None and self.head.task == "generation":
             return DecoderInput(
                 self.text.vocab, self.max_tokens, width=self.hidden, picture_rows=self.block.picture_rows
@@ -207,7 +244,7 @@ class ModelSpec:
         if self.head.square:
             return shape.size // self.head.square**2, self.head.outputs
         columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)
-        masks = len(shape.mask_positions)  # a generation's run without any answers for the last row
+        masks = len(shape.mask_positions)  # a run of a generation without masks answers for its last row
         counts = {"mask": masks, "none": shape.size, "last": masks or len(shape.sizes)}
         return counts.get(self.head.pooling, len(shape.sizes)), columns
 
@@ -242,7 +279,7 @@ def _frozen(value: Any) -> Any:
 
 
 def any_layer(name: str) -> str:
-    """Return the name of a tensor of a layer with `*` for its layer and its expert; another one as it is."""
+    """Return a tensor's name with `*` in place of the numbers of its layer and its expert."""
     return re.sub(r"^layers\.[0-9]+\.", "layers.*.", re.sub(r"\.experts\.[0-9]+\.", ".experts.*.", name))
 
 
@@ -265,17 +302,17 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
 
 
 def sees_picture(spec: ModelSpec, shape: PackedBatch) -> bool:
-    """Return whether a run is of one picture with rows that see each other."""
+    """Return whether a run consists of one picture whose rows attend to each other."""
     return spec.block.picture_rows > 0 and isinstance(shape, TokenBatch) and shape.added
 
 
 def candidate_count(spec: ModelSpec) -> int:
-    """Return how many likeliest next tokens a run answers with where candidates are wanted."""
+    """Return how many likeliest next tokens a run's answer has if candidates are wanted."""
     return min(CANDIDATES, spec.head.outputs)
 
 
 def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the packed rows of all patches, and how many of each picture."""
+    """Return the packed rows of all patches, and the number of patches of each picture."""
     assert spec.image is not None
     first = spec.image.prefix
     items = list(zip(shape.starts, shape.lengths, strict=True))
@@ -286,43 +323,47 @@ def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tu
 # ----------------------------------------------------------------------------------------------------------------------
 # Layers that several families share, as graphs.
 #
-# m tokens, h hidden, f MLP width. Tensors of a layer stand under `layers.<i>.`, those of the graph under `<i>.`.
+# Stored tensors of layer i are named `layers.<i>.NAME`, tensors of the graph `<i>.NAME`.
 
 
 class Layer(NamedTuple):
-    """Sizes of a transformer layer, and what the packed sequences are.
-
-    h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: deviations from BERT;
-    theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
-    by distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
-    kept: how they are kept.
-    """
+    """A layer in the graph of a request: its sizes, its deviations from BERT, and the packed sequences."""
 
     hidden: int
     heads: int
     mlp: int
     activation: Activation
+    #: A number is the epsilon of a layer norm.
     norm: Norm | float
+    #: Rows of each packed sequence.
     lengths: tuple[int, ...]
+    #: Columns of a head; 0: h / a.
     head_dim: int = 0
+    #: Query heads that share a head of keys and values.
     group: int = 1
     block: BlockSpec = BlockSpec()
+    #: This layer's entries of `BlockSpec.thetas`, `windows` and `rope_divisors`.
     theta: float = 0.0
     window: int = -1
     divisors: tuple[float, ...] = ()
+    #: There is no norm before its attention.
     bare: bool = False
+    #: Tables of buckets (see `BlockSpec.buckets`).
     bias: tuple[WeightRef, ...] = ()
+    #: Rows of each session's KV cache, 0 without sessions.
     cache: int = 0
+    #: Tensor with the number of rows that each cache has already; empty without sessions.
     at: str = ""
+    #: Dtype of the cache.
     kept: CacheDtype = "f32"
     #: Number of experts, 0 for an MLP.
     experts: int = 0
-    #: all rows of a session's run see each other
+    #: All rows of a session's run attend to each other.
     together: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
-        """Return the sizes of layer i of a model in a request."""
+        """Return layer i of a model in a request without a session."""
         block = spec.block
         is_dense = i in block.dense_layers
         mlp = block.dense_mlp if is_dense else spec.mlp
@@ -352,8 +393,7 @@ def add_layers(
 ) -> str:
     """Add all layers of a model: x [m, h] -> [m, h].
 
-    at: of sessions, the tensor that says how many rows the cache of each has already. stored: prefix of a layer's
-    tensors, `{}` for its number.
+    at: see `Layer`. stored: prefix of a layer's stored tensors, with `{}` for the layer's index.
     """
     layer = pre_norm if spec.norm_first else post_norm
     for i in net.layers(spec.layers):
@@ -458,7 +498,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
 
 
 def expert_names(stored: str, experts: int, *parts: str) -> tuple[str, ...]:
-    """Return what matrices of all experts of a layer are called, those of one kind together."""
+    """Return the names of the matrices of all experts of a layer: all of the first part, then all of the next."""
     return tuple(f"{stored}experts.{e}.{part}" for part in parts for e in range(experts))
 
 
