@@ -1,4 +1,4 @@
-"""Reads what lies between the data of a file, a piece at a time and never beyond its end."""
+"""Reads headers and metadata of a file from front to back, never beyond its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
-_READ: Final = 1 << 16  # bytes that are read at once
+_READ: Final = 1 << 16  # least number of bytes of a read, unless the file ends
 
 
 class Cursor:
     """A place in a file of `end` bytes, read by pread(offset, count).
 
-    Raises ValueError for what would lie beyond the end, before anything of its size is read.
+    Raises ValueError for a length beyond the end, before it reads or allocates so much.
     """
 
     def __init__(self, pread: Callable[[int, int], bytes], end: int) -> None:
@@ -30,11 +30,11 @@ class Cursor:
         return self._piece[first : first + count]
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """Return numbers in a form of `struct`."""
+        """Return numbers in a format of `struct`."""
         return struct.unpack(form, self.take(struct.calcsize(form)))
 
     def skip(self, count: int) -> None:
-        """Pass over data."""
+        """Move forward without reading."""
         self._require(count)
         self.at += count
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as it is: spec, weights, tiles, tokenizer."""
+"""An open model: a Hugging Face directory, a GGUF file or an ONNX file, with spec, weights, tiles and tokenizer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from hepti_mqtt.models.views import Views
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, tile_hash, tile_shape
 from hepti_mqtt.protocol.plausible import check_spec
 
-# JSON files that spec, tokenizer and requests read; the last pattern is sentence-transformers' pooling.
+# JSON files that spec, tokenizer and requests read; the last pattern is for modules of sentence-transformers.
 _EXTRAS: Final = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -69,15 +69,15 @@ _EXTRAS: Final = (
     "generation_config.json",
     "*/config.json",
 )
-_DESCRIBED: Final = "config.json"  # how errors of a spec begin
+_DESCRIBED: Final = "config.json"  # errors of a spec begin with it
 _ADAPTER: Final = "adapter_config.json"
-_LISTED: Final = 8
+_LISTED: Final = 8  # most names in an error
 _WEIGHT: Final = ".weight"
-BAND_BYTES: Final = 32 << 20  # of rows that tiles are cut from
+BAND_BYTES: Final = 32 << 20  # largest band of rows that is read together
 
 
 class _Tile(NamedTuple):
-    """A tile of a stored tensor: its rows, and its columns in the stored orientation."""
+    """A tile of a tensor: its rows and columns in the stored orientation."""
 
     source: TensorSource
     rows: tuple[int, int]
@@ -85,11 +85,11 @@ class _Tile(NamedTuple):
 
 
 class Checkpoint:
-    """An open model directory; close it, or use it in a `with` statement.
+    """An open model; close it, or use it in a `with` statement.
 
-    model: the name by which people ask for it. name: its own on the site, another one where that has several models.
-    config: config.json, of this model alone where a directory holds several. extras: the directory's other JSON files
-    by relative name. spec: what it computes.
+    model: the name that people use. name: the name on the site, MODEL.PART for a further model of a directory with
+    several (`part_name`), else `model`. config: this model's config.json. extras: the directory's other JSON files by
+    relative name. spec: the spec of the model.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Checkpoint:
         self.name = name or model
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
-        #: Storages of the file without kernels, and the wider ones that matrices are read as.
+        #: The wider storages to which matrices are converted on reading, by storages in the file.
         self.widened = {k: v for file in files if isinstance(file, RowsFile) for k, v in file.widened.items()}
         self._scores = scores
-        #: its prompts may have rows that another model of the directory makes of pictures
+        #: Its prompts may contain pictures, which another model of the directory encodes.
         self.sees = False
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
@@ -123,7 +123,7 @@ class Checkpoint:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # errors of the tokenizer are raised now, not at the first request
-        #: Rows of a tensor that tiles were last cut from, the last one last, by tensor and first row.
+        #: The last bands of rows from which tiles were cut, by tensor and first row; the most recent one last.
         self._bands: OrderedDict[tuple[TensorSource, int], npt.NDArray[Any]] = OrderedDict()
 
     @classmethod
@@ -137,11 +137,8 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open the directory `path`, or a GGUF or ONNX file.
 
-        model: its name on the site, by default from the path.
-
-        part: which one of the models in the directory (`model_parts`), by default the first.
-
-        weights: what matrices are quantised to, None for as they are. cache: how sessions' keys and values are kept.
+        model: its name on the site, by default from the path. part: one of the directory's models (`model_parts`), by
+        default the first. weights: quantise matrices; None: leave them. cache: dtype of sessions' keys and values.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
@@ -168,12 +165,12 @@ class Checkpoint:
                 file.close()
                 if isinstance(error, ModelError) and str(error).startswith(_DESCRIBED):
                     said = str(error).removeprefix(_DESCRIBED)
-                    raise type(error)(f"{gguf}: its metadata, in the words of config.json{said}") from error
+                    raise type(error)(f"{gguf}: its metadata, under keys of config.json{said}") from error
                 raise
             return opened
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
-                f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
+                f"{path} has {_ADAPTER}, and adapters are not supported; merge it into the weights: "
                 "model.merge_and_unload().save_pretrained(directory)"
             )
         described = path / "config.json"
@@ -183,11 +180,11 @@ class Checkpoint:
             converted_file = ctranslate2_file.CTranslate2File(converted, config)
             return cls(path, name, converted_file.config, extras, [converted_file], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
-            raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
+            raise ModelError(f"{path} is not a readable model: {explain_directory(path)}")
         towers, parts = towers_of(config), models_of(config)
         part = next(iter(parts)) if part is None else part
         config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
-        # The spec first: an architecture that is not supported is a better answer than a missing tensor.
+        # The spec first: the error of an unsupported architecture says more than that of a missing tensor.
         spec = _plausible_spec(path, *files_in_our_words(config, extras))
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
@@ -219,24 +216,25 @@ class Checkpoint:
     def tensors(self, banded: bool = False) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors by canonical name: f32, [in, out]; each access reads the tensor again.
 
-        banded: large matrices read a band of rows at a time; they only multiply from the right and look rows up.
+        banded: large matrices stay in the file and read a band of rows at a time; they support x @ W and look-ups of
+        rows only.
         """
         return _Tensors(self._tensors, banded)
 
     def tensors_as_stored(self, banded: bool = False) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Return all tensors as `tensors` does, before they are quantised."""
+        """Return all tensors as `tensors` does, without quantisation."""
         return _Tensors(self._as_stored, banded)
 
     @cached_property
     def quantisation(self) -> Quantisation | None:
-        """Return what quantising did to the weights; None where they are as stored."""
+        """Return the errors of quantised weights; None if they are as stored."""
         pairs = [(s, self._as_stored[s], t) for s, t in self._tensors.items() if t is not self._as_stored[s]]
         if not pairs or not isinstance(self.spec, ModelSpec):
             return None
         return measured(pairs[0][2].dtype, pairs, left_unquantised(self.spec))
 
     def _quantised(self, source: TensorSource, tensor: TensorReader, how: Quantised) -> TensorReader:
-        """Return a tensor as devices have it; of a head that is the embeddings these are quantised too."""
+        """Return a tensor's reader for devices; token embeddings are quantised if the matrix to the logits is tied."""
         assert isinstance(self.spec, ModelSpec)
         tied = source.name == WORDS and self.spec.storage_of(HEAD) is not None and self.spec.head.tied
         if not tied and self.spec.storage_of(source.name) is None:
@@ -244,13 +242,13 @@ class Checkpoint:
         return quantised_reader(source.primary_name, tensor, STORAGES[QUANTISED[how]])
 
     def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
-        """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
+        """Return all tensors as devices get them: as `tensors` does, but matrices in blocks as `StoredRows`."""
         return _Weights(self._tensors)
 
     def tiles(self, words: Collection[int]) -> Mapping[str, Tiles]:
-        """Return bands of rows of all tensors, as devices get them; of a table of words only rows of `words`.
+        """Return bands of rows of all tensors, as devices get them; of token embeddings only the rows of `words`.
 
-        words: numbers that a request brings; a token of another type is id + type x vocabulary.
+        words: token ids of a request, with types as in `TextStem.types`.
         """
         return _Bands(self._tensors, words)
 
@@ -279,7 +277,8 @@ class Checkpoint:
         tile = self._tiles[digest]
         data = self._tile_bytes(tile.source, tile.rows, tile.columns)
         if tile_hash(data) != digest:
-            self._manifest_cache.unlink(missing_ok=True)  # a disk that decays changes no time: hash it again next time
+            # A decaying disk changes no file time, so the next start must hash the weights again.
+            self._manifest_cache.unlink(missing_ok=True)
             raise WeightsChangedError(
                 f"the weights in {self.path} changed while model {self.model} was served; start the planner again"
             )
@@ -308,12 +307,12 @@ class Checkpoint:
         return TensorEntry(source.name, source.shape, dtype, source.transposed, hashes)
 
     def _storage(self, source: TensorSource) -> Storage:
-        """Return how tiles of a tensor are stored."""
+        """Return the storage of a tensor's tiles."""
         tensor = self._tensors[source]
         return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
-        """Return one tile's bytes; its band of rows is kept until its last tile, as devices take theirs in turn."""
+        """Return one tile's bytes; its band of rows is cached until the last tile of the band was read."""
         bands, band_of = self._bands, (source, rows[0])
         width, tensor = source.matrix_shape[1], self._tensors[source]
         band = bands.pop(band_of, None)
@@ -329,9 +328,9 @@ class Checkpoint:
 
     @cached_property
     def similarity(self) -> Similarity | None:
-        """Return how vectors of texts and pictures are compared, where the directory has models for both.
+        """Return how vectors of texts and pictures are compared, None if the directory has no models for both.
 
-        Raises ModelError where the numbers are missing.
+        Raises ModelError if its scale or bias is missing.
         """
         return None if self._scores is None else self._scores.similarity(self._number)
 
@@ -342,7 +341,7 @@ class Checkpoint:
         return float(tensor.read(0, 1, 1)[0, 0])
 
     def _refuse_unread(self, unread: Collection[str]) -> None:
-        """Raise UnsupportedModelError if there are stored tensors that are not read: answers would lack their part."""
+        """Raise UnsupportedModelError for unread stored tensors, because answers would be wrong without them."""
         if unread:
             raise UnsupportedModelError(
                 f"{self.path} has tensors that are not supported in {self.spec.architecture}: {_shortened(unread)}; "
@@ -350,7 +349,7 @@ class Checkpoint:
             )
 
     def _unread(self) -> list[str]:
-        """Return the names of stored tensors that are not read."""
+        """Return the names of unread stored tensors."""
         unread = dict.fromkeys(self._stored)
         for source in self._tensors:
             for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
@@ -358,24 +357,24 @@ class Checkpoint:
         return list(unread)
 
     def _unread_in_layers(self) -> list[str]:
-        """Return the unread tensors of layers whose weight is read, such as a bias that config.json does not mention.
+        """Return the unread tensors of modules whose weight is read, such as a bias that config.json does not mention.
 
-        Other unread tensors are those of a task that is not computed, or what training needs.
+        Other unread tensors belong to other tasks or to training.
         """
-        others = {name for source in self._tensors for name in source.stored}  # of tensors that another name stores
+        others = {name for source in self._tensors for name in source.stored}  # alternative names of read tensors
         unread = [name for name in self._unread() if name not in others and self._stored[name].is_float]
         layers = {name.removesuffix(_WEIGHT) for name in self._stored.keys() - set(unread) if name.endswith(_WEIGHT)}
         return [name for name in unread if not layers.isdisjoint(_prefixes(name))]
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer, good or bad, and the model has a use for it."""
+        """Return whether there is a tokenizer, readable or not, and the model does not read images."""
         has_one = self._tokenizer is not None or has_tokenizer(self.path)
         return has_one and not isinstance(self.spec.input_spec, ImageInput)
 
     @cached_property
     def texts(self) -> TextTokenizer:
-        """Return how texts become ids; raises ModelError if there is no tokenizer, or a bad one."""
+        """Return the tokenizer with its rules for texts; raises ModelError if there is none, or a bad one."""
         task = self.spec.head.task
         return open_tokenizer(
             self.path,
@@ -403,16 +402,16 @@ class Checkpoint:
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
-        """Return how messages become ids, None for a model without a chat template; raises as `open_template` does."""
+        """Return the chat template, None if the model has none; raises as `open_template` does."""
         return open_template(self.path, self.extras, self.tokenizer)
 
     @cached_property
     def views(self) -> Views:
-        """Return how a tower that sees for a decoder looks at pictures."""
+        """Return how pictures are divided for a decoder's tower of pictures."""
         return views(self.config, self.extras)
 
     def embedding(self, token: int) -> npt.NDArray[np.float32]:
-        """Return the row of a token as a decoder reads it, [h]."""
+        """Return a token's embedding in a decoder, with its factor, [h]."""
         spec = require_transformer(self.spec)
         assert spec.text is not None
         source = next(source for source in self._tensors if source.name == WORDS)
@@ -421,7 +420,7 @@ class Checkpoint:
 
     @cached_property
     def marked(self) -> Tokenizer:
-        """Return the tokenizer that reads special tokens where a text has them."""
+        """Return a tokenizer that encodes the names of special tokens in a text as these tokens."""
         tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
         tokenizer.encode_special_tokens = False
         return tokenizer
@@ -440,18 +439,18 @@ class Checkpoint:
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """Return the options of requests for texts that say nothing of them."""
+        """Return the default sampling options of requests."""
         return sampling_defaults(self.extras)
 
     @cached_property
     def speech(self) -> SpeechTokens:
-        """Return the tokens that steer the text of speech; raises ModelError without the model's own tokenizer."""
+        """Return the control tokens of speech; raises ModelError without the model's own tokenizer."""
         ids: Mapping[str, int] = self.tokenizer.get_vocab()
         return speech_tokens(ids, self.spec.head.outputs, self.config, self.extras)
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Return the codes of the languages that a model of speech knows; none of another model."""
+        """Return the codes of a speech model's languages; none for other models."""
         speaks = self.spec.head.task == "transcription"
         return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
 
@@ -474,7 +473,7 @@ class Checkpoint:
 
 
 class _Tensors(Mapping[str, Any]):
-    """Canonical tensors; each access reads one. banded: large matrices are `_Banded`."""
+    """Tensors by canonical name, f32; each access reads one. banded: large matrices are `_Banded`."""
 
     def __init__(self, stored: Mapping[TensorSource, TensorReader], banded: bool = False) -> None:
         self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
@@ -496,7 +495,7 @@ class _Tensors(Mapping[str, Any]):
 
 
 class _Weights(_Tensors):
-    """The same, with matrices in the blocks of the file."""
+    """Tensors by canonical name; matrices in blocks are `StoredRows`."""
 
     def __getitem__(self, name: str) -> Any:
         source, tensor = self._by_name[name]
@@ -506,7 +505,7 @@ class _Weights(_Tensors):
 
 
 class _Bands(_Tensors):
-    """The same, each as bands of stored rows with their first row and column."""
+    """Bands of rows of tensors by canonical name, each with its first row and column."""
 
     def __init__(self, stored: Mapping[TensorSource, TensorReader], words: Collection[int]) -> None:
         super().__init__(stored)
@@ -527,7 +526,7 @@ class _Bands(_Tensors):
 
 
 class _Banded:
-    """A matrix that stays in its file: products from the left and rows read a band at a time."""
+    """A matrix that stays in its file: x @ matrix and look-ups of rows read a band at a time."""
 
     __array_ufunc__ = None  # `x @ matrix` calls `__rmatmul__`
     dtype: Final = np.dtype(np.float32)
@@ -572,12 +571,12 @@ def _bands(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def model_name(path: Path) -> str:
-    """Return a name for topics from a directory's: lower case, every other character a hyphen."""
+    """Return a model name from a path's last part: lower case, with hyphens in place of other characters."""
     return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx").removesuffix(".gguf")) or "model"
 
 
 def model_parts(path: str | Path) -> tuple[str, ...]:
-    """Return the names of the models in a directory, as `Checkpoint.open` takes them; one without a name for most.
+    """Return the names of a directory's models, for `Checkpoint.open`'s `part`; a single model has an empty name.
 
     Raises ModelError for a config.json that cannot be read.
     """
@@ -588,7 +587,7 @@ def model_parts(path: str | Path) -> tuple[str, ...]:
 def described_spec(path: str | Path, weights: Quantised | None = None, cache: CacheDtype = "f32") -> Spec:
     """Return the spec of a model without its weights: by its config.json, or by the header of a GGUF file.
 
-    weights, cache: as of `Checkpoint.open`. Raises ModelError for files that cannot be read.
+    weights, cache: as in `Checkpoint.open`. Raises ModelError for files that cannot be read.
     """
     path = model_directory(Path(path))
     if (gguf := gguf_file.find_gguf(path)) is not None:
@@ -707,7 +706,7 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
 
 
 def _why_missing(name: str, stored: Collection[str]) -> str:
-    """Return what to do about a missing tensor, by the names of stored tensors."""
+    """Return why a tensor is missing and what to do, by the names of stored tensors."""
     if any(".base_layer." in other for other in stored):
         return "it has an adapter in it, which must be merged: model.merge_and_unload().save_pretrained(DIR)"
     longer = next((other for other in stored if other.endswith(f".{name}")), None)

@@ -1,4 +1,4 @@
-"""Which directory a path means, and what a file or directory is that cannot be read as a model."""
+"""Finds a model's directory for a path, and explains files and directories that are no readable model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hepti_mqtt.core.errors import ModelError
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES: Final = 1024  # more than any pointer has
 _COPY: Final = "copy it again"
-# What begins with these bytes is no safetensors file, no JSON and no ONNX: what it is, and what to do.
+# First bytes of other formats than safetensors, JSON and ONNX: the format, and what to do.
 _MAGIC: Final[Sequence[tuple[bytes, str]]] = (
     (b"<", "it is a web page: download the file itself (its address has /resolve/, not /blob/)"),
     (b"PK\x03\x04", "it is a file of PyTorch: give it its name pytorch_model.bin"),
@@ -21,7 +21,7 @@ _MAGIC: Final[Sequence[tuple[bytes, str]]] = (
 )
 _FETCH: Final = "run `git lfs install && git lfs pull` where it was cloned, or `hf download REPOSITORY --local-dir DIR`"
 
-# Other programs' formats by a file that a directory of them has.
+# Other programs' formats, by a file in such a directory.
 _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("adapter_model.safetensors", "an adapter (PEFT, LoRA); merge it into its base model, and give that"),
     ("openvino_model.xml", "an OpenVINO model, which OpenVINO reads; give the original model"),
@@ -94,10 +94,7 @@ def refuse_pointers(paths: Sequence[Path]) -> None:
 
 
 def explain_file(path: Path, needed_bytes: int | None = None) -> str:
-    """Return why a file cannot be read, by its first bytes and size, and what to do.
-
-    needed_bytes: size by its header.
-    """
+    """Return why a file cannot be read, by its first bytes and size, and what to do; needed_bytes: by its header."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,9 +1,11 @@
-"""Reads GGUF (versions 2 and 3) as the checkpoint that it was converted from, range by range of rows.
+"""Reads GGUF (versions 2 and 3) like the checkpoint from which it was converted, by ranges of rows.
 
-"GGUF"; u32 version; u64 tensors; u64 keys; of each key: string, u32 type, value; of each tensor: string, u32 rank, u64
-per dimension (innermost first), u32 type, u64 offset; then the data, aligned. All little-endian; a string is its u64
-length, then its bytes; an array its u32 type, its u64 length, then its values. Weights stay in the blocks that they are
-stored in (`storage`). What the metadata says is given as config.json and tokenizer.json of the original would.
+The metadata is returned as config.json and tokenizer.json, tensors under the names of the original (`gguf_names`), and
+weights in the blocks of the file (`core.storage`).
+
+Format, all little-endian: "GGUF"; u32 version; u64 number of tensors; u64 number of keys; for each key: string, u32
+type, value; for each tensor: string, u32 rank, u64 per dimension (innermost first), u32 type, u64 offset; then the
+data, aligned. A string is u64 length and bytes; an array is u32 type, u64 length and values.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from hepti_mqtt.models.decoder import DECODERS
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
-_MOST: Final = 1 << 16  # keys, tensors
-_MOST_VALUES: Final = 1 << 22  # of an array
+_MOST: Final = 1 << 16  # limit of keys, and of tensors
+_MOST_VALUES: Final = 1 << 22  # limit of an array's values
 _MOST_RANK: Final = 4
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _CONFIG: Final = "tokenizer_config.json"
+# Storages (`core.storage.STORAGES`) by their number in GGUF files; then names of unsupported ones, for errors.
 _KINDS: Final[Mapping[int, str]] = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k",
     13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 30: "bf16", 39: "mxfp4",
@@ -52,13 +55,14 @@ _SPLIT: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 class _Tensor(NamedTuple):
     shape: tuple[int, ...]
     storage: Storage
+    #: First byte in its file.
     offset: int
-    #: Which of the files of a split model has it.
+    #: Index of its file in a split model.
     part: int = 0
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path names, or that a directory without safetensors has; None if there is none.
+    """Return the GGUF file of a path: the file itself, or that of a directory without safetensors; None if none.
 
     Of a split model it is the first file. Raises ModelError for a directory with several models.
     """
@@ -79,14 +83,14 @@ def _first_part(path: Path) -> Path:
 
 
 class GgufFile(RowsFile):
-    """An open GGUF file of an architecture that is read.
+    """An open GGUF file of a supported architecture.
 
-    config, tokenizer, tokenizer_config: as in the original's files; tokenizer: None without one. Raises ModelError for
-    another format or a truncated file, UnsupportedModelError for an unsupported model.
+    config, tokenizer, tokenizer_config: the contents of the original's JSON files; tokenizer is None if the file has
+    none. Raises ModelError for another format or a truncated file, UnsupportedModelError for an unsupported model.
     """
 
     def __init__(self, path: Path, *, whole: bool = True) -> None:
-        """Open the file; whole: refuse a file that ends before its tensors."""
+        """Open the file; whole: refuse a file that ends before its last tensor."""
         super().__init__(path)
         self._whole = whole
         self._others: list[RowsFile] = []
@@ -148,7 +152,7 @@ class GgufFile(RowsFile):
             raise ValueError("it does not begin with GGUF")
         (version,) = take.numbers("<I")
         if version not in _VERSIONS:
-            raise UnsupportedModelError(f"{file.path} is GGUF in version {version}; versions 2 and 3 are read")
+            raise UnsupportedModelError(f"{file.path} is GGUF in version {version}; supported: versions 2 and 3")
         tensors, keys = take.numbers("<QQ")
         if max(tensors, keys) > _MOST:
             raise ValueError(f"{tensors} tensors and {keys} keys")
@@ -200,8 +204,8 @@ class GgufFile(RowsFile):
         if original is None:
             names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES))
             raise UnsupportedModelError(
-                f"{self.path} is of the architecture {name[:40]!r}; of GGUF {names} are read, of others the original "
-                "with model.safetensors"
+                f"{self.path} has the architecture {name[:40]!r}, which is not supported in GGUF (supported: {names}); "
+                "give the original model with model.safetensors"
             )
         self._architecture, self._of = original, DECODERS[original]
         assert self._of.gguf is not None
@@ -211,12 +215,12 @@ class GgufFile(RowsFile):
             is_supported = own in KEYS or own in self._gguf.keys or value == NEUTRAL.get(own, math.nan)
             if own != key and not is_supported:
                 raise UnsupportedModelError(
-                    f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
+                    f"{self.path}: {key} {str(value)[:60]} may change answers, and is not supported; give the "
                     "original model with model.safetensors"
                 )
 
     def _config(self) -> dict[str, Any]:
-        """Return the keys of the original's config.json that the metadata has."""
+        """Return the original's config.json, as far as the metadata and the tensors contain it."""
         data, of = self._metadata, self._gguf
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
@@ -254,7 +258,7 @@ class GgufFile(RowsFile):
         return config
 
     def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the scaling of rotary positions, None for none; linear if the file names no type, as in llama.cpp.
+        """Return the scaling of rotary positions in the metadata, None for none; llama.cpp's default type is linear.
 
         Raises UnsupportedModelError.
         """
@@ -270,9 +274,9 @@ class GgufFile(RowsFile):
         return part
 
     def _scaling(self, head: int, theta: float) -> dict[str, Any]:
-        """Return Llama 3's scaling of rotary positions that has the factors in the file.
+        """Return the scaling of a published Llama 3 that has the file's factors (rope_freqs.weight).
 
-        Raises UnsupportedModelError for factors that none of the published models has.
+        Raises UnsupportedModelError for other factors.
         """
         factors = self._rows("rope_freqs.weight", 0, 1, head // 2)[0]
         frequencies = theta ** (-np.arange(0, head, 2) / head)
@@ -290,7 +294,7 @@ class GgufFile(RowsFile):
         )
 
     def _named(self) -> Iterator[tuple[str, TensorReader]]:
-        """Yield the tensors under the names of the original."""
+        """Yield the readers of all tensors, under the names of the original."""
         heads: dict[str, int] = {}
         parts = layer_names(self._of)
         if self._gguf.pairs_together:
@@ -304,12 +308,12 @@ class GgufFile(RowsFile):
                 raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is unknown in this architecture")
             reader = self._reader(name, tensor, heads.get(part, 0))
             if "{}" in original and len(tensor.shape) == 3:  # the matrices of all experts, one below the other
-                yield from ((f"{original.format(e)}.{end}", own) for e, own in enumerate(_matrices(reader)))
+                yield from ((f"{original.format(e)}.{end}", matrix) for e, matrix in enumerate(_matrices(reader)))
             elif name != "rope_freqs.weight":
                 yield f"{original}.{end}", reader
 
     def _reader(self, name: str, tensor: _Tensor, heads: int) -> TensorReader:
-        """Return a tensor's reader. heads: of queries or keys; the converter has reordered their rows."""
+        """Return a tensor's reader; heads: number of its heads if the converter reordered their rows, else 0."""
         of_vector = len(tensor.shape) == 1
         rows = tensor.shape[0] // heads if heads else 1
         storage = STORAGES[tensor.storage.wider or tensor.storage.name]
@@ -336,7 +340,7 @@ class GgufFile(RowsFile):
         return TensorReader(tensor.shape, dtype, read, raw if storage.block > 1 else None)
 
     def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
-        """Return stored rows u8 [rows, bytes], in the wider storage where the file's has no kernels."""
+        """Return stored rows u8 [rows, bytes], in the wider storage if the file's storage has one."""
         tensor = self._tensors[name]
         nbytes = tensor.storage.row_bytes(columns)
         file = self._others[tensor.part - 1] if tensor.part else self
@@ -350,7 +354,7 @@ class GgufFile(RowsFile):
 
 
 def _matrices(stacked: TensorReader) -> Iterator[TensorReader]:
-    """Yield the matrices of a tensor [n, rows, columns]."""
+    """Yield the readers of the matrices of a tensor [n, rows, columns]."""
     count, rows, columns = stacked.shape
 
     def part(read: Rows, first: int) -> Rows:
@@ -362,7 +366,7 @@ def _matrices(stacked: TensorReader) -> Iterator[TensorReader]:
 
 
 def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:
-    """Return where rows of the original stand in the file: there the two of a rotated pair are neighbours."""
+    """Return the file's row of each row of the original: in the file, the rows of a rotated pair are neighbours."""
     row = np.arange(start, stop)
     half, pair = np.divmod(row % head, head // 2)
     return np.asarray(row - row % head + 2 * pair + half, np.intp)
@@ -373,10 +377,10 @@ def _text(take: Cursor) -> str:
 
 
 def _value(take: Cursor, kind: int) -> Any:
-    """Return a value of the metadata; arrays of arrays, which no model has, are refused."""
+    """Return a value of the metadata; raises KeyError for arrays of arrays, which no model has."""
     if kind == _STRING:
         return _text(take)
-    if kind == _FLOAT:  # as the original wrote it: 1e-5, not the nearest f32
+    if kind == _FLOAT:  # the shortest decimal of this f32, as in the original: 1e-5
         return float(str(np.float32(take.numbers("<f")[0])))
     if kind != _ARRAY:
         return take.numbers(f"<{_NUMBERS[kind]}")[0]
@@ -389,7 +393,10 @@ def _value(take: Cursor, kind: int) -> Any:
 
 
 def gguf_extras(file: GgufFile, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's other JSON files: parts of the GGUF file, and limits in files next to it."""
+    """Return a model's other JSON files, from the GGUF file and from files next to it.
+
+    own: JSON files next to it; only generation_config.json and the limit of a text's length are read.
+    """
     generation = {name: data for name, data in own.items() if name == "generation_config.json"}
     if file.tokenizer is None:
         return generation

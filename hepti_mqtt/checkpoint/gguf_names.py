@@ -1,6 +1,6 @@
-"""What GGUF files call keys and tensors, and what the original calls them. Source: llama.cpp.
+"""Names of keys and tensors in GGUF files, with those of the original checkpoint. Source: llama.cpp.
 
-How an architecture differs stands in its row of `models.decoder.DECODERS`.
+Names of a single architecture are in its row of `models.decoder.DECODERS` (`Gguf`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.models.decoder import DECODERS, Decoder
 from hepti_mqtt.models.mixture import alone
 
-# Keys after the name of the architecture, and of config.json; "" for keys that are checked or have no effect.
+# Keys of config.json by keys of the metadata, without the prefix of the architecture; "": checked or without effect.
 KEYS: Final[Mapping[str, str]] = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -38,7 +38,7 @@ TENSORS: Final[Mapping[str, str]] = {
     "output_norm": "model.norm",
     "rope_freqs": "rope_freqs",
 }
-# Parts of a layer, and what the table of decoders calls them; of parts that are stored together, the first one.
+# Parts (keys of `Decoder.part_names`) by their GGUF names; attn_qkv has the first of its parts.
 _PARTS: Final[Mapping[str, str]] = {
     "attn_norm": "attention_norm",
     "attn_q": "query",
@@ -60,18 +60,18 @@ _PARTS: Final[Mapping[str, str]] = {
     "ffn_up_exps": "expert_up",
     "ffn_down_exps": "expert_down",
 }
-# Originals that generate, by the architecture in GGUF and whether the file has experts.
+# Architectures of `DECODERS` by (`general.architecture`, whether the file has experts); GGUF models always generate.
 ARCHITECTURES: Final[Mapping[tuple[str, bool], str]] = {
     (row.gguf.name, row.experts is not None): name
     for name, row in DECODERS.items()
     if row.gguf is not None and name.endswith("ForCausalLM")
 }
-# Flags of config.json that are true if the first layer's tensor has a bias.
+# Flags of config.json, each with the GGUF part whose bias in the first layer makes it true.
 BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn_down"}
 
 
 def layer_names(row: Decoder) -> Mapping[str, str]:
-    """Return what the original calls the parts of a layer, by their names in GGUF."""
+    """Return the original's names of a layer's parts by their GGUF names."""
     names = [*row.part_names.values()]
     experts = {part for part in row.part_names if part.startswith("expert_")}
     together = {part for part, name in row.part_names.items() if names.count(name) > 1} - experts

@@ -1,4 +1,4 @@
-"""Writes small valid tokenizers for random models: letters, digits, punctuation, common words, numbered words."""
+"""Writes seeded random models (`hepti model make`): JSON files, weights, and small valid tokenizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WORDS: Final = (
 )
 
 
-# Of a chat with pictures, as Idefics 3 has it.
+# Chat template of models that read pictures, in the form of Idefics 3.
 _SEEING: Final = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
@@ -52,7 +52,7 @@ _SEEING: Final = (
 
 
 def _marks(config: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens that stand for pictures in texts by their ids, from that of a picture's row on."""
+    """Return the ids of the tokens that stand for pictures in texts; the first one stands for a row of a picture."""
     if not towers_of(config).sees:
         return {}
     words, eyes = models_of(config).values()
@@ -104,7 +104,7 @@ def write_speech_tokenizer(path: Path, vocab: int, rows: int) -> None:
 
 
 def _tokenizer_options(model_type: str, roberta: bool) -> dict[str, Any]:
-    """Return tokenizer_config.json: where BERT's class is not the model's own, the file counts as it is."""
+    """Return tokenizer_config.json: of BERT's class if it is the model's own, else of a class that adds nothing."""
     own = tokenizer_class(model_type) == "BertTokenizer"
     start, pad, end, unknown, mask = _ROBERTA if roberta else (_BERT[i] for i in (2, 0, 3, 1, 4))
     return {
@@ -115,12 +115,13 @@ def _tokenizer_options(model_type: str, roberta: bool) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Writes seeded random models: the same files that a real checkpoint has, with the real shapes of a kind.
+# Writing seeded random models: the files of a real checkpoint, with the shapes of a kind.
 #
-# The weights depend on seed and tensor name only: Generator(PCG64(SeedSequence([seed, crc32(stored name)]))), float32
-# standard normals in chunks, times the kind's spread, plus 1 for the weights of norms. So a model of fewer layers has
-# the first layers of the whole one, and a test can write a model again from its seed. Without a spread it is that of
-# He et al., 2015, for matrices, and 0.1 for vectors; variances are 1 and the normals' absolute values.
+# Weights depend on seed and stored name only: Generator(PCG64(SeedSequence([seed, crc32(stored name)]))), float32
+# standard normals in chunks, times the kind's spread (standard deviation), plus 1 for the weights of norms. So a model
+# of fewer layers has the first layers of the whole one, and a test can write a model again from its seed. For a kind
+# without a spread it is that of He et al., 2015, for matrices, and 0.1 for vectors. Variances are 1 plus the normals'
+# absolute values.
 
 
 _CHUNK: Final = 1 << 20
@@ -133,9 +134,8 @@ KINDS: Final[Mapping[str, Kind]] = {name: kind for family in FAMILIES for name, 
 def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = None) -> Path:
     """Write a seeded random Hugging Face directory with the shapes of `kind` to `out`; return its path.
 
-    layers: fewer (or more) than the kind has. Memory stays at some megabytes whatever the model's size. Raises
-    ConfigError for an unknown kind, a directory that is not empty, or a number out of range; ModelError if it cannot be
-    written.
+    layers: in place of the kind's number. It needs a few megabytes of memory for any size of model. Raises ConfigError
+    for an unknown kind, a directory that is not empty, or a number out of range; ModelError if it cannot be written.
     """
     if seed < 0:
         raise ConfigError(f"seed {seed} is negative; use one >= 0")
@@ -178,7 +178,7 @@ def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mappin
 
 
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
-    """Return what `make_model` would write, without weights: the first of several models, or one as KIND.MODEL.
+    """Return the spec of the model that `make_model` would write: of several the first, or MODEL for KIND.MODEL.
 
     Raises ConfigError for an unknown kind.
     """
@@ -188,29 +188,32 @@ def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
 
 
 def is_kind(name: str) -> bool:
-    """Return whether a name is a kind's, or that of a model of a kind that holds several, as KIND.MODEL."""
+    """Return whether a name is a kind, or KIND.MODEL of a kind with several models."""
     whole, _, part = name.rpartition(PART_MARK)
     return name in KINDS or (whole in KINDS and part in models_of(KINDS[whole].config))
 
 
 def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], dict[str, Spec], float | None]:
-    """Return a kind's JSON files and the specs of its models, by name, and the spread of its weights, if it has one."""
+    """Return a kind's JSON files by path, the specs of its models by name, and the spread of its weights or None."""
     if kind not in KINDS:
         raise ConfigError(f"model kind {kind!r} is unknown; kinds: {', '.join(KINDS)}")
     described = KINDS[kind]
     if layers is not None and described.depth not in described.config:
-        raise ConfigError(f"{kind} has no number of layers that could be another; leave --layers out")
+        raise ConfigError(f"the number of layers of {kind} cannot be changed; leave --layers out")
     config = dict(described.config) if layers is None else {**described.config, described.depth: layers}
     specs = {name: spec_from_config(one, described.extras) for name, one in models_of(config).items()}
     return {"config.json": config, **described.extras}, specs, config.get("initializer_range")
 
 
 class _TensorInit(NamedTuple):
-    """A tensor to write: its shape and spread, and whether it is around 1, or above it."""
+    """A tensor to write."""
 
     shape: tuple[int, ...]
+    #: Standard deviation of its values.
     spread: float
+    #: Add 1 to its values.
     one: bool = False
+    #: Take absolute values, before 1 is added.
     positive: bool = False
 
 
@@ -220,9 +223,9 @@ def _tensor_inits(
     numbers: Mapping[str, tuple[int, ...]],
     spread: float | None,
 ) -> dict[str, _TensorInit]:
-    """Return what to write by stored name; tensors that are tied have one.
+    """Return the tensors to write, by stored name; tied tensors have the same name.
 
-    names: by model, stored and canonical prefixes of its tensors. numbers: shapes of further tensors by name.
+    names: by model, its own prefixes of tensors by the checkpoint's. numbers: shapes of further tensors by name.
     """
     inits = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
     for model, spec in specs.items():
@@ -249,7 +252,7 @@ def _inits_of(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
 
 
 def _write_weights(path: Path, stored: Mapping[str, _TensorInit], seed: int) -> None:
-    """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
+    """Write model.safetensors, tensor by tensor, under another name until it is complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in stored.items():

@@ -1,4 +1,4 @@
-"""Weights that are quantised as they are read: of a checkpoint in numbers its matrices in blocks, and their errors."""
+"""Quantises matrices of a checkpoint to blocks on reading (`--weights q8`, `q4`), and measures the errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.core.storage import Storage
 from hepti_mqtt.models import TensorSource
 
-_SAMPLED: Final = 256  # rows of each matrix for its error
-_LARGEST: Final = float(np.finfo(np.float16).max)  # of a step of codes
+_SAMPLED: Final = 256  # rows of each matrix whose error is measured
+_LARGEST: Final = float(np.finfo(np.float16).max)  # larger weights might need a scale beyond f16
 
 
 def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> TensorReader:
-    """Return a matrix as stored in blocks; reading raises UnsupportedModelError where these cannot hold a value."""
+    """Return the reader of a matrix in blocks; reading raises UnsupportedModelError for values that do not fit."""
 
     def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
         values = np.asarray(tensor.read(start, stop, columns), np.float32)
@@ -33,12 +33,13 @@ def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> Tenso
 
 
 class Quantisation(NamedTuple):
-    """Errors of quantised weights, from at most 256 rows of each matrix."""
+    """The errors of quantised weights, measured on at most 256 rows of each matrix."""
 
+    #: Storage that matrices were quantised to.
     storage: str
-    #: By kind of matrix the median and the largest |W - Q| / |W| of its layers.
+    #: Median and largest |W - Q| / |W| over the layers, by kind of matrix.
     errors: Mapping[str, tuple[float, float]]
-    #: Matrices that keep their storage.
+    #: Matrices that were not quantised.
     left: tuple[str, ...]
 
     def text(self) -> str:
@@ -51,7 +52,7 @@ class Quantisation(NamedTuple):
 def measured(
     storage: str, pairs: Iterable[tuple[TensorSource, TensorReader, TensorReader]], left: tuple[str, ...]
 ) -> Quantisation:
-    """Return what quantising did to matrices, each before and after it."""
+    """Return the errors of quantised matrices; pairs: (source, reader before, reader after); left: see the field."""
     by_kind: dict[str, list[float]] = {}
     for source, before, after in pairs:
         kind = source.name.removesuffix(".weight").rpartition(".")[2]

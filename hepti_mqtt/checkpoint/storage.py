@@ -1,6 +1,7 @@
-"""Stored tensors in kernel layout: channels last, norms, factors and dense layers folded in, positions resized.
+"""Readers of stored tensors, with the changes that a `TensorSource` asks for; and the cache of manifests.
 
-All work row by row, so a model's weights are never in memory at once.
+Changes: parts of stored tensors, channels last, norms and factors folded in, positions resized, dense layers applied.
+Readers read a range of rows, so the weights of a model are never in memory together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hepti_mqtt.models import TensorSource
 from hepti_mqtt.models.tensors import Place, chosen
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 
-# Names of dtypes as in safetensors, and of `storage`.
+# Names of supported dtypes: those of safetensors, and of `core.storage`.
 FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
 
 
@@ -40,20 +41,19 @@ class FileStamp(NamedTuple):
     inode: int
 
 
-Rows = Callable[[int, int, int], npt.NDArray[Any]]
+Rows = Callable[[int, int, int], npt.NDArray[Any]]  # (start, stop, columns) -> rows start..stop
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """A tensor in a file.
-
-    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32. raw:
-    returns them as stored, u8 [rows, bytes], where dtype is a storage in blocks.
-    """
+    """A tensor in a file, read by ranges of rows."""
 
     shape: tuple[int, ...]
+    #: Name in safetensors ("F16"), or of a storage in blocks ("q4_0").
     dtype: str
+    #: Return rows as [rows, columns], f16 for F16 and else f32.
     read: Rows
+    #: Return rows in blocks as stored, u8 [rows, bytes]; None for other storages.
     raw: Rows | None = None
 
     @property
@@ -83,7 +83,7 @@ class WeightsReader(Protocol):
 
 
 def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
-    """Return the tensor `name` of a checkpoint as its source wants it."""
+    """Return the reader of a source: the stored tensor `name` with the source's changes."""
     if (place := source.place_in(stored)) is not None:
         return _part(source, place, stored[name])
     computed = source.norm is not None or bool(source.factor) or source.resized is not None
@@ -96,7 +96,7 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
 
 
 def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorReader:
-    """Return the rows, or elements, of a stored tensor that are a source's."""
+    """Return the reader of a source that is a part of a stored tensor."""
     first, step, whole = place.first, place.step, place.shape[-1]
     if place.by_inputs:
         return TensorReader(source.matrix_shape, tensor.dtype, _transposed(source, place, tensor))
@@ -115,12 +115,12 @@ def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorRea
 
 @lru_cache(maxsize=1)
 def _whole_matrix(tensor: TensorReader, first: int, stop: int, columns: int) -> npt.NDArray[Any]:
-    """Return stored rows; the last ones are kept, since bands of one matrix are read one after the other."""
+    """Return stored rows; the last result is cached, because bands of one matrix are read one after the other."""
     return tensor.read(first, stop, columns)
 
 
 def _transposed(source: TensorSource, place: Place, tensor: TensorReader) -> Rows:
-    """Return how rows are read of a matrix [out, in] that is stored as columns of [in, width], `step` apart."""
+    """Return the reader of rows of a matrix [out, in] that is stored as columns of [in, width], `step` apart."""
     inputs, width = source.shape[0], place.shape[-1]
     matrix, first = divmod(place.first, width)
 
@@ -133,13 +133,13 @@ def _transposed(source: TensorSource, place: Place, tensor: TensorReader) -> Row
 
 
 class _FoldedRows:
-    """A stored tensor that is changed at reading."""
+    """A stored tensor that is changed on reading."""
 
     def __init__(self, source: TensorSource, stored: Mapping[str, TensorReader], tensor: TensorReader) -> None:
         self._source, self._stored, self._tensor = source, stored, tensor
 
     def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        """Return rows start..stop as [rows, columns], columns with the channels last."""
+        """Return rows start..stop as [rows, columns] after all changes."""
         source = self._source
         if source.resized is not None:
             whole = self._tensor.read(0, math.prod(self._tensor.shape) // columns, columns)
@@ -149,7 +149,7 @@ class _FoldedRows:
             return np.ascontiguousarray(source.projected.rows(rows, self._whole), np.float32)
         if source.channels_first and source.transposed:
             rows = _channels_last(rows, source.channels_first)
-        elif source.channels_first:  # stored [k, n]: rows are what has channels
+        elif source.channels_first:  # stored as [k, n]: k has the channels
             rows = _channels_last(self._tensor.read(0, self._tensor.shape[0], columns).T, source.channels_first).T[
                 start:stop
             ]
@@ -171,13 +171,13 @@ class _FoldedRows:
         return np.ascontiguousarray(rows + (before - self._vector(source.norm.mean)) * factor, np.float32)
 
     def _whole(self, names: tuple[str, ...]) -> npt.NDArray[Any]:
-        """Return a tensor [n] or [rows, columns] of one of these names."""
+        """Return the whole tensor with the first of these names, [n] or [rows, columns]."""
         tensor = self._stored[chosen(names, self._stored)]
         rows, columns = (1, *tensor.shape)[-2:]
         return tensor.read(0, rows, columns).reshape(tensor.shape)
 
     def _vector(self, name: str) -> npt.NDArray[np.float64]:
-        """Return a vector [n] of the norm, in double precision."""
+        """Return a stored vector [n] in double precision."""
         return np.asarray(self._stored[name].read(0, 1, self._stored[name].shape[0])[0], np.float64)
 
 
@@ -187,11 +187,10 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
-
+# The manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
 #
-# A new file may have the same size and time (reproducible images, `rsync -t`), in a read-only image even the same
-# inode. So the key of a manifest also has samples of every tensor.
+# Another file may have the same size and time (reproducible images, `rsync -t`), in a read-only image even the same
+# inode. So the key of a manifest also contains samples of every tensor.
 
 
 def file_stamp(path: Path, status: os.stat_result) -> FileStamp:
@@ -206,7 +205,7 @@ def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
         digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
         if not tensor.is_float or 0 in tensor.shape:
             continue
-        stacked = len(tensor.shape) == 3  # matrices of experts: a row of one, not one of them
+        stacked = len(tensor.shape) == 3  # matrices of experts: their rows are sampled, not whole matrices
         rows = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = math.prod(tensor.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
@@ -230,7 +229,7 @@ def manifest_cache_path(
 
 
 def load_cached_manifest(path: Path, model: str) -> Manifest | None:
-    """Return the kept manifest under the name `model`, or None if it is missing or damaged."""
+    """Return the cached manifest under the name `model`, or None if it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -245,14 +244,14 @@ def load_cached_manifest(path: Path, model: str) -> Manifest | None:
 
 
 def store_cached_manifest(path: Path, manifest: Manifest) -> None:
-    """Keep a manifest; a cache that cannot be written only makes the next start slower."""
+    """Write a manifest to the cache; without it only the next start is slower, so errors are ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:
                 file.write(manifest.digest + manifest.encode())
                 file.flush()
-                # Readers see the old file or the whole new one, whichever process writes at the same time.
+                # Other processes read the old file or the complete new one.
                 os.replace(file.name, path)
-            except OSError:  # a full disk must not get fuller with every start
+            except OSError:  # otherwise each start on a full disk would leave a file
                 os.unlink(file.name)
