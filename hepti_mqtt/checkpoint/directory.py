@@ -48,7 +48,7 @@ from hepti_mqtt.models.generation import end_tokens, sampling_defaults
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
-from hepti_mqtt.models.tensors import HEAD, WORDS, chosen
+from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX, chosen
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.models.views import Views
@@ -236,7 +236,7 @@ class Checkpoint:
     def _quantised(self, source: TensorSource, tensor: TensorReader, how: Quantised) -> TensorReader:
         """Return a tensor's reader for devices; token embeddings are quantised if the matrix to the logits is tied."""
         assert isinstance(self.spec, ModelSpec)
-        tied = source.name == WORDS and self.spec.storage_of(HEAD) is not None and self.spec.head.tied
+        tied = source.name == EMBEDDING_TABLE and self.spec.storage_of(LOGITS_MATRIX) is not None and self.spec.head.tied
         if not tied and self.spec.storage_of(source.name) is None:
             return tensor
         return quantised_reader(source.primary_name, tensor, STORAGES[QUANTISED[how]])
@@ -414,7 +414,7 @@ class Checkpoint:
         """Return a token's embedding in a decoder, with its factor, [h]."""
         spec = require_transformer(self.spec)
         assert spec.text is not None
-        source = next(source for source in self._tensors if source.name == WORDS)
+        source = next(source for source in self._tensors if source.name == EMBEDDING_TABLE)
         row = self._tensors[source].read(token, token + 1, spec.hidden)[0]
         return np.asarray(row.astype(np.float32) * np.float32(spec.text.scale))
 
@@ -515,7 +515,7 @@ class _Bands(_Tensors):
         source, tensor = self._by_name[name]
         rows, columns = source.matrix_shape
         bands = _bands(rows, columns)
-        if name in (WORDS, HEAD):
+        if name in (EMBEDDING_TABLE, LOGITS_MATRIX):
             bands = [(word, word + 1) for word in sorted({int(word) % rows for word in self._words})]
         for start, stop in bands:
             if tensor.raw is not None and source.transposed:

@@ -17,7 +17,7 @@ STEM: Final = "stem"  # before the layers
 EMBEDDINGS: Final = "embeddings"  # rows of the token embeddings
 FRAMES: Final = "frames"  # a stem in rows, computed where the layers need them
 TASK: Final = "task"  # after the layers
-WORDS: Final = "words"  # logits of every token
+LOGITS: Final = "words"  # logits of all tokens; JSON calls them words
 CANDIDATES: Final = "candidates"  # the likeliest tokens
 
 BEFORE_ATTENTION: Final = "before_attention"
@@ -48,7 +48,8 @@ SQUEEZE: Final = "squeeze"  # rows of channel means that scale maps
 FLAT: Final = "flat"  # a feature map as one row
 DENSE: Final = "dense"  # a fully connected layer
 
-_WORDS: Final = {
+# Features of models, for people, by role.
+_FEATURES: Final = {
     AFTER_MLP: "MLP",
     SLICE: "branches within a layer",
     JOIN: "branches within a layer",
@@ -60,7 +61,7 @@ _FROM: Final = {SLICE: "a decoupled checkpoint, which is trained as such (one to
 
 def describe(role: str) -> str:
     """Return the feature of a model that has tensors of a role, for people."""
-    return _WORDS.get(role, role.replace("_", " "))
+    return _FEATURES.get(role, role.replace("_", " "))
 
 
 def missing_role_hint(missing: Iterable[str]) -> str:

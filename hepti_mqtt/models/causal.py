@@ -17,17 +17,17 @@ from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.shapes import STEP, TokenBatch
-from hepti_mqtt.models.tensors import HEAD, TensorSource, weight
+from hepti_mqtt.models.tensors import LOGITS_MATRIX, TensorSource, weight
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
 
-LOGITS: Final = "lm_head.weight"
+LM_HEAD: Final = "lm_head.weight"
 
 
 def head_tensors(spec: ModelSpec, embeddings: tuple[str, ...]) -> Iterator[TensorSource]:
     """Yield the matrix to the logits of a model that generates; embeddings: stored names of the token embeddings."""
     if spec.head.task == "generation":
-        stored = (LOGITS, *(embeddings if spec.head.tied else ()))
-        logits = weight(HEAD, stored, spec.hidden, spec.head.outputs)
+        stored = (LM_HEAD, *(embeddings if spec.head.tied else ()))
+        logits = weight(LOGITS_MATRIX, stored, spec.hidden, spec.head.outputs)
         yield replace(logits, created_name=embeddings[0] if spec.head.tied else "")
 
 

@@ -79,7 +79,7 @@ def graph(
     net.begin_block()
     x = net.rows("asked", x, task, answered(shape))
     x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
-    net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
+    net.linear("logits", x, roles.LOGITS, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
 
 
 def _align(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, of: Mapping[int, list[str]], extent: str) -> None:

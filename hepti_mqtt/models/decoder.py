@@ -513,7 +513,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoder, from the stem to the head."""
     base, decoder = ("model.", ""), DECODERS[spec.architecture]
     embeddings = prefixed(base, "embed_tokens.weight")
-    stored = (*embeddings, causal.LOGITS) if spec.head.tied else embeddings
+    stored = (*embeddings, causal.LM_HEAD) if spec.head.tied else embeddings
     yield table("stem.word", stored, text.stem_of(spec).vocab, spec.hidden)
     for i in range(spec.layers):
         layer = f"layers.{i}."

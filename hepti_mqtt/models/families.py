@@ -49,7 +49,7 @@ from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch, fixed_point
 from hepti_mqtt.models.speech import SpeechInput, SpeechSpec
-from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, chosen, transposed, whole_ref
+from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX, TensorSource, chosen, transposed, whole_ref
 from hepti_mqtt.models.towers import ONE_MODEL, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.models.views import Views
@@ -160,7 +160,7 @@ def without_false_tie(spec: Spec, stored: Mapping[str, object]) -> Spec:
     if not _has_one_table(spec) or not isinstance(spec, ModelSpec | SpeechSpec):
         return spec
     sources = {source.name: source for source in tensor_sources(spec)}
-    table, head = (stored.get(chosen(sources[name].stored, stored)) for name in (WORDS, HEAD))
+    table, head = (stored.get(chosen(sources[name].stored, stored)) for name in (EMBEDDING_TABLE, LOGITS_MATRIX))
     return spec if table is head else replace(spec, head=replace(spec.head, tied=False))
 
 
@@ -347,9 +347,9 @@ def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
     shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
     sources = (*FAMILIES[spec.family].tensors(spec), *shared)
-    if not isinstance(spec, ModelSpec) or spec.storage_of(WORDS) is None:
+    if not isinstance(spec, ModelSpec) or spec.storage_of(EMBEDDING_TABLE) is None:
         return sources
-    return tuple(transposed(source) if source.name == WORDS else source for source in sources)
+    return tuple(transposed(source) if source.name == EMBEDDING_TABLE else source for source in sources)
 
 
 @lru_cache(maxsize=64)
@@ -358,7 +358,7 @@ def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
     blocks = _storages(spec)
     refs |= {name: refs[name]._replace(weight_dtype=storage) for name, storage in blocks.items()}
     if _has_one_table(spec):
-        refs[WORDS] = refs[HEAD]  # one copy: rows of the table are columns of the matrix
+        refs[EMBEDDING_TABLE] = refs[LOGITS_MATRIX]  # one copy: rows of the table are columns of the matrix
     return refs
 
 
@@ -400,8 +400,8 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
         if not _may_be_in_blocks(spec, source) or any(name not in kept for name in together):
             kept.pop(source.name, None)
-    if spec.head.tied and HEAD in kept:
-        kept.pop(WORDS, None)  # the matrix to the logits stands for both
+    if spec.head.tied and LOGITS_MATRIX in kept:
+        kept.pop(EMBEDDING_TABLE, None)  # the matrix to the logits stands for both
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
@@ -412,7 +412,7 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
 
 def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
     """Return whether kernels can read a tensor in blocks: matrices, and token embeddings of the graph of `causal`."""
-    is_table = source.name == WORDS and _is_causal(spec)
+    is_table = source.name == EMBEDDING_TABLE and _is_causal(spec)
     return is_table or (source.transposed and source.layout == "packed")
 
 
@@ -467,7 +467,7 @@ def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
 def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
     """Return the matrices of a quantised model that are not in blocks; `*` in a name is any layer."""
     sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
-    whole = [s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == WORDS and spec.head.tied)]
+    whole = [s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == EMBEDDING_TABLE and spec.head.tied)]
     return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))
 
 

@@ -111,7 +111,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [B, h], or [m, h] for all hidden states
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
     if shape.want != "hidden":
-        logits = net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [B, V]
+        logits = net.linear("logits", x, roles.LOGITS, {"head.decoder": spec.head.outputs}, bias=False)  # [B, V]
         if shape.want == "candidates":
             heads.add_candidates(net, spec, logits, heat)
 

@@ -11,7 +11,7 @@ from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import Pooling
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import GraphBuilder
-from hepti_mqtt.lowering.roles import TASK, WORDS
+from hepti_mqtt.lowering.roles import LOGITS, TASK
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
@@ -70,7 +70,7 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = _norm(net, spec, x, "head.transform_norm", refs)
         return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
     if head.task == "generation":
-        return _dense(net, x, "head.decoder", None, refs, WORDS)  # [1, V]
+        return _dense(net, x, "head.decoder", None, refs, LOGITS)  # [1, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 

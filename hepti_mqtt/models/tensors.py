@@ -16,8 +16,8 @@ import numpy.typing as npt
 from hepti_mqtt.core.plan import Range
 from hepti_mqtt.core.program import Layout, WeightRef
 
-WORDS: Final = "stem.word"  # the table of embeddings
-HEAD: Final = "head.decoder.weight"  # the matrix to the logits
+EMBEDDING_TABLE: Final = "stem.word"  # the table of embeddings
+LOGITS_MATRIX: Final = "head.decoder.weight"  # the matrix to the logits
 
 
 @dataclass(frozen=True, slots=True)

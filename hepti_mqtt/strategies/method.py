@@ -26,7 +26,7 @@ BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 # Of every plan for several devices, whatever its method. The unit is the kernels' panel width: with cuts there, a
 # device's own tokens are a part of all its embeddings.
-WORDS: Final = Share("words", roles.WORDS, 1, unit=64)
+WORDS: Final = Share("words", roles.LOGITS, 1, unit=64)
 # The same tokens, in plans that also divide the token embeddings; such plans send more per token.
 EMBEDDINGS: Final = Share("embeddings", roles.EMBEDDINGS, 2)
 
@@ -104,7 +104,7 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
     divided = WORDS.ranges(graph, speeds)
     if lanes and speeds[root] > 0:
-        _, words, width = graph.first_with_role(roles.WORDS).space
+        _, words, width = graph.first_with_role(roles.LOGITS).space
         alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)

@@ -77,10 +77,10 @@ def base_table(division: Division) -> Table:
     if division.divides_embeddings:  # one device has a token's row, the others add zeros
         lines[roles.EMBEDDINGS] = split_along(division.device_sets(EMBEDDINGS), EMBEDDINGS.dim)
     if (words := division.plan.ranges.get(WORDS.kind)) is None:
-        lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), root)
+        lines |= dict.fromkeys((roles.LOGITS, roles.CANDIDATES), root)
     else:  # each device computes its own; the root device gathers them
         parts = [span(*part) for part in words]
-        lines |= {roles.WORDS: _gathered(parts, 1, division.root), roles.CANDIDATES: _gathered(parts, 2, division.root)}
+        lines |= {roles.LOGITS: _gathered(parts, 1, division.root), roles.CANDIDATES: _gathered(parts, 2, division.root)}
         if division.graph.ops[-1].role != roles.TASK:  # each device with tokens norms the rows, which saves a round
             del lines[roles.TASK]
     return Table(optional_rules=lines)
@@ -253,7 +253,7 @@ def make_plan(
     whole = graph(spec, largest_shape(spec))
     method = STRATEGIES[strategy]
     by_length, ranges = method.make_shares(whole, options, shares, lanes)
-    if roles.WORDS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
+    if roles.LOGITS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
         if divides_embeddings is None:
             divides_embeddings = EMBEDDINGS.kind in template.ranges
         if divides_embeddings:  # mostly because of memory, which the shares fit
@@ -317,7 +317,7 @@ def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered
     used = [name for name, most in own.layouts.items() if most < longest.size]
     for layout in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in used))):
         task, hidden = (lower_plan(spec, layout, shape) for shape in (longest, longest.with_want("hidden")))
-        if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
+        if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.LOGITS):
             yield task
         yield hidden
 

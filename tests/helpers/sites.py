@@ -15,7 +15,7 @@ from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.spec import Spec, TaskHead
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
-from hepti_mqtt.models.tensors import HEAD, WORDS
+from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.strategies import STRATEGIES
@@ -85,8 +85,8 @@ def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
     arrays = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
-    if WORDS in arrays and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
-        arrays[WORDS] = arrays[HEAD] if arrays[WORDS].shape == arrays[HEAD].shape else arrays[HEAD].T
+    if EMBEDDING_TABLE in arrays and models.full_ref(spec, EMBEDDING_TABLE).tensor == LOGITS_MATRIX:  # one table for both ends
+        arrays[EMBEDDING_TABLE] = arrays[LOGITS_MATRIX] if arrays[EMBEDDING_TABLE].shape == arrays[LOGITS_MATRIX].shape else arrays[LOGITS_MATRIX].T
     return arrays
 
 

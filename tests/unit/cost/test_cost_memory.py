@@ -9,7 +9,7 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import resident_bytes, scratch_bytes, weights_bytes
 from hepti_mqtt.models import graph, largest_shape, with_cache, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.models.tensors import HEAD, WORDS
+from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_program, resident_counts, resident_weights
 
@@ -23,7 +23,7 @@ SHAPE = TokenBatch((ROWS,), cache=LONGEST)
     [
         (SPEC, 0),
         (with_cache(SPEC, "f16"), 4 * LONGEST * 2 * SPEC.head_dim),  # of one head, in f32
-        (with_storages(SPEC, {WORDS: "q8_0", HEAD: "q8_0"}), 2 * 4 * SPEC.hidden),  # the last row, for the head alone
+        (with_storages(SPEC, {EMBEDDING_TABLE: "q8_0", LOGITS_MATRIX: "q8_0"}), 2 * 4 * SPEC.hidden),  # the last row, for the head alone
     ],
     ids=["f32", "cache in f16", "words in blocks"],
 )

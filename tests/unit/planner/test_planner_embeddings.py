@@ -16,7 +16,7 @@ from hepti_mqtt.core.storage import QUANTISED
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import quantised, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.models.tensors import HEAD, WORDS
+from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.price import needed_bytes, plan_alone
 from hepti_mqtt.strategies.method import EMBEDDINGS
@@ -37,7 +37,7 @@ def question(spec, room: float) -> Question:
     return Question(TopicNames("home", "m"), spec, site, TokenBatch((1,), cache=256), PlanVersion(1, 1))
 
 
-@pytest.mark.parametrize("spec", [SPEC, with_storages(SPEC, dict.fromkeys((WORDS, HEAD), "q8_0"))], ids=["f32", "q8_0"])
+@pytest.mark.parametrize("spec", [SPEC, with_storages(SPEC, dict.fromkeys((EMBEDDING_TABLE, LOGITS_MATRIX), "q8_0"))], ids=["f32", "q8_0"])
 def test_three_devices_with_room_for_a_third_each_hold_a_model_and_with_less_they_are_refused(spec) -> None:
     roomy = question(spec, 1e12)
     assert EMBEDDINGS.kind not in decide(roomy).chosen.plan.ranges, "one exchange more for each token"

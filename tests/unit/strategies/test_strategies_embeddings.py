@@ -36,11 +36,11 @@ def stored(spec: ModelSpec, storage: str) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the spec with words in blocks, and its tensors."""
     given: dict[str, Any] = dict(tensors(spec))
     if storage != "f32":
-        stored = models.with_storages(spec, dict.fromkeys((names.WORDS, names.HEAD), storage))
+        stored = models.with_storages(spec, dict.fromkeys((names.EMBEDDING_TABLE, names.LOGITS_MATRIX), storage))
         assert isinstance(stored, ModelSpec)
         spec, how = stored, STORAGES[storage]
         for name, _ in spec.storages:
-            rows = given[name] if name == names.WORDS else given[name].T
+            rows = given[name] if name == names.EMBEDDING_TABLE else given[name].T
             given[name] = StoredRows(how, how.stored(rows))
     return spec, given
 
@@ -91,7 +91,7 @@ def test_each_device_holds_the_rows_of_its_own_words_once(kind: str, storage: st
     divided_plan = divided(spec, plan(spec, ("decoder", {}), weights), weights)
     assert divided_plan.ranges[EMBEDDINGS.kind] == divided_plan.ranges[WORDS.kind]
     for device, words in zip(divided_plan.devices, divided_plan.ranges[WORDS.kind], strict=True):
-        refs = [ref for ref in resident_weights(spec, divided_plan, device) if ref.tensor in (names.WORDS, names.HEAD)]
+        refs = [ref for ref in resident_weights(spec, divided_plan, device) if ref.tensor in (names.EMBEDDING_TABLE, names.LOGITS_MATRIX)]
         ranges = [ref.columns if ref.layout == "packed" else ref.rows for ref in refs]
         assert ranges == [words] * (1 if spec.head.tied else 2)
 
