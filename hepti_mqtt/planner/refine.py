@@ -187,8 +187,8 @@ def _with_divided_embeddings(question: Question, plan: Plan, weights: Sequence[f
     """Return a plan that divides the embeddings too, None if it already does or cannot."""
     if EMBEDDINGS.kind in plan.ranges or WORDS.kind not in plan.ranges:
         return None
-    lanes = device_costs(question, plan.devices)
-    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes, divides_embeddings=True)
+    resources = device_costs(question, plan.devices)
+    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, resources, divides_embeddings=True)
 
 
 def _fit_shares(question: Question, draft: Draft) -> Draft:
@@ -512,8 +512,8 @@ def meet_deadline(question: Question, c: Candidate) -> Candidate:
         target_s *= MARGIN * deadline_s / best.price.seconds
         sooner = replace(question, cluster=replace(question.cluster, deadline_s=target_s))
         with suppress(ValueError):
-            lanes = device_costs(sooner, c.plan.devices)
-            plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.shares, lanes)
+            resources = device_costs(sooner, c.plan.devices)
+            plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.shares, resources)
             candidate = replace(best, plan=plan, price=price(question, plan, memory=memory_needs(question, plan)))
             faster = not candidate.price.missing and candidate.price.seconds < best.price.seconds
             if faster and fits_packet_limit(question, plan):

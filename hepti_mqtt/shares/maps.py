@@ -202,25 +202,25 @@ def is_rows_kind(kind: str) -> bool:
     return kind.startswith(_ROWS)
 
 
-def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
+def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
     """Return rows of maps by size, and columns of dense layers, by the devices' speeds."""
     rows = {rows_kind(n): apportion(n, weights) for n in map_heights(graph)}
-    speeds = single_row_speeds(weights, lanes)
+    speeds = single_row_speeds(weights, resources)
     return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
 
 
-def modnn_shares(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
+def modnn_shares(graph: Graph, _options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
     """Return the devices' relative speeds, and columns of the dense layers, assigned greedily."""
-    speeds = single_row_speeds(weights, lanes)
+    speeds = single_row_speeds(weights, resources)
     whole = sum(weights) or 1.0  # relative, so that a plan's numbers stay short however often shares change
     return {"speeds": tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: assign_greedily(n, speeds))
 
 
-def single_row_speeds(weights: Speeds, lanes: Sequence[DeviceResources]) -> Speeds:
+def single_row_speeds(weights: Speeds, resources: Sequence[DeviceResources]) -> Speeds:
     """Return the devices' speeds at dense layers, which have one row and depend on memory, not arithmetic."""
     return [
-        w if lane.row_flops_per_s is None or w <= 0 else lane.row_flops_per_s
-        for w, lane in zip(weights, lanes, strict=True)
+        w if resource.row_flops_per_s is None or w <= 0 else resource.row_flops_per_s
+        for w, resource in zip(weights, resources, strict=True)
     ]
 
 
@@ -400,11 +400,11 @@ class Costs(NamedTuple):
     rest_s: float = 0.0  #: independent of shares: sending the picture to all devices, and the root's dense layers
 
 
-def costs_of(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> Costs:
+def costs_of(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) -> Costs:
     """Return the costs of a graph's maps on devices of given speeds, in FLOP/s, and links; the first is the root."""
     units = [unit for unit in execution_units(graph) if unit.op.role == roles.MAP and unit.size > 1]
-    rates = np.array([lane.bytes_per_s for lane in lanes])
-    late = np.array([lane.latency_s for lane in lanes])
+    rates = np.array([resource.bytes_per_s for resource in resources])
+    late = np.array([resource.latency_s for resource in resources])
     compute = np.array([[u.flops * u.size / s if s > 0 else inf for s in speeds] for u in units])
     halo = [_halo(graph, unit) for unit in units]
     exchange = np.array([(late if rows else 0 * late) + nbytes / rates for rows, nbytes in halo])
@@ -413,17 +413,17 @@ def costs_of(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> 
     gather[0] = 0.0
     # Shares decide over the memory of maps: a layer's input and output.
     peak = max(4.0 * u.op.space[0] * u.op.space[1] * u.op.space[2] for u in units) * 2
-    most = np.array([min(lane.memory_bytes / peak, 1.0) for lane in lanes])
+    most = np.array([min(resource.memory_bytes / peak, 1.0) for resource in resources])
     smallest = max((rows / unit.size for unit, (rows, _) in zip(units, halo, strict=True)), default=0.0)
-    return Costs(compute, exchange, gather, most, min(smallest, 1.0), _rest(graph, speeds, lanes))
+    return Costs(compute, exchange, gather, most, min(smallest, 1.0), _rest(graph, speeds, resources))
 
 
-def _rest(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> float:
+def _rest(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) -> float:
     """Return the seconds independent of shares: the picture over the broker's link to each, the root's dense layers."""
     dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
     picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
-    brought = sum(picture / lane.bytes_per_s for lane, speed in zip(lanes, speeds, strict=True) if speed > 0)
-    at_root = single_row_speeds(speeds, lanes)[0]
+    brought = sum(picture / resource.bytes_per_s for resource, speed in zip(resources, speeds, strict=True) if speed > 0)
+    at_root = single_row_speeds(speeds, resources)[0]
     return brought + (dense / at_root if at_root > 0 else 0.0)
 
 
@@ -528,7 +528,7 @@ def _scaled(rows: Array, bounds: Array, n: int, unit: float) -> tuple[Array, Arr
 
 
 def coedge_shares(
-    graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources], energy: bool = False
+    graph: Graph, weights: Speeds, resources: Sequence[DeviceResources], energy: bool = False
 ) -> tuple[float, ...]:
     """Return the shares of least time, or energy; by speed if none fit into memory, or if no map has rows.
 
@@ -536,16 +536,16 @@ def coedge_shares(
     """
     if not map_heights(graph):
         return tuple(weights)
-    costs = costs_of(graph, weights, lanes)
+    costs = costs_of(graph, weights, resources)
     shares = solve_shares(costs)
-    if energy and all(lane.power is not None for lane in lanes):
-        shares = _least_energy(costs, lanes, shares)
+    if energy and all(resource.power is not None for resource in resources):
+        shares = _least_energy(costs, resources, shares)
     return tuple(map(float, weights if shares is None else shares))
 
 
-def _least_energy(costs: Costs, lanes: Sequence[DeviceResources], fastest: Array | None) -> Array:
+def _least_energy(costs: Costs, resources: Sequence[DeviceResources], fastest: Array | None) -> Array:
     """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
-    power, deadline_s = [lane.power for lane in lanes if lane.power is not None], lanes[0].deadline_s
+    power, deadline_s = [resource.power for resource in resources if resource.power is not None], resources[0].deadline_s
     shares = solve_shares(costs, power, deadline_s)
     if shares is None:
         least = (
@@ -586,13 +586,13 @@ class _Held(NamedTuple):
     ready_s: Array
 
 
-def edgeflow_ranges(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> dict[str, tuple[Range, ...]]:
+def edgeflow_ranges(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> dict[str, tuple[Range, ...]]:
     """Return the ranges of every layer, each in turn with the least time of its last device."""
     site = _Site(
         np.array(weights, float),
-        np.array(single_row_speeds(weights, lanes), float),
-        np.array([x.bytes_per_s for x in lanes]),
-        np.array([x.latency_s for x in lanes]),
+        np.array(single_row_speeds(weights, resources), float),
+        np.array([x.bytes_per_s for x in resources]),
+        np.array([x.latency_s for x in resources]),
     )
     held: dict[str, _Held] = {}
     free = np.zeros(len(weights))

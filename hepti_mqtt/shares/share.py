@@ -157,7 +157,7 @@ def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return the branches of each device: each goes to the device that then ends first and has memory for it.
 
     Sending counts as time too.
@@ -169,8 +169,8 @@ def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, lanes: Sequence
 
     def ends_s(i: int) -> tuple[bool, float]:
         most = owned[i] + 1
-        seconds = flops / weights[i] + sent / lanes[i].bytes_per_s if weights[i] > 0 else inf
-        return most * held > lanes[i].memory_bytes, most * seconds
+        seconds = flops / weights[i] + sent / resources[i].bytes_per_s if weights[i] > 0 else inf
+        return most * held > resources[i].memory_bytes, most * seconds
 
     for _ in range(count):
         owned[min((i for i, w in enumerate(weights) if w > 0), key=ends_s)] += 1

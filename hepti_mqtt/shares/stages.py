@@ -79,11 +79,11 @@ def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, IndexSet]]:
     return [{0: span(*cut)} for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
 
 
-def stages_of(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
+def stages_of(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
     """Return the parts of each device; raises ValueError as `stages` does. options: `goal`, of a transformer."""
     if roles.MAP in graph.roles:
-        return stages_of_units(graph, weights, lanes)
-    return stages(chain_of(graph), weights, lanes, "latency" if options.get("goal") == "latency" else "throughput")
+        return stages_of_units(graph, weights, resources)
+    return stages(chain_of(graph), weights, resources, "latency" if options.get("goal") == "latency" else "throughput")
 
 
 class Chain(NamedTuple):
@@ -112,7 +112,7 @@ def chain_of(graph: Graph) -> Chain:
     return Chain(flops, weights, [cuts[i % PARTS] for i in range(n)] + [whole])
 
 
-def stages(chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal: Goal) -> tuple[Range, ...]:
+def stages(chain: Chain, speeds: Speeds, resources: Sequence[DeviceResources], goal: Goal) -> tuple[Range, ...]:
     """Return the parts of each device, or an empty range; the first device is the root.
 
     throughput: minimises the time of the slowest stage or transfer. latency: minimises their sum. Memory is a limit
@@ -121,21 +121,21 @@ def stages(chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal:
     n, used = len(chain.flops), [d for d, speed in enumerate(speeds) if speed > 0]
     if len(used) > n:
         raise ValueError(f"{n // PARTS} layers have {n} parts, too few for {len(used)} stages; use at most {n} devices")
-    search = _Search(chain, speeds, lanes, goal)
+    search = _Search(chain, speeds, resources, goal)
     solution = search.solve(used, free=False)
     if len(speeds) <= MAX_PERMUTED_DEVICES and (other := search.solve(used, free=True))[0] < solution[0] * _LESS:
         solution = other
-    if solution[0] == inf and any(lane.memory_bytes < inf for lane in lanes):
+    if solution[0] == inf and any(resource.memory_bytes < inf for resource in resources):
         # The planner reports the missing memory, with the Programs' own figures.
-        return stages(chain, speeds, [lane._replace(memory_bytes=inf) for lane in lanes], goal)
+        return stages(chain, speeds, [resource._replace(memory_bytes=inf) for resource in resources], goal)
     return tuple(solution[1].get(d, (0, 0)) for d in range(len(speeds)))
 
 
 class _Search:
     """The search. State: devices used and the last of them -> cost [n + 1] by parts done."""
 
-    def __init__(self, chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal: Goal) -> None:
-        self.n, self.lanes, self.cuts = len(chain.flops), lanes, np.array(chain.cuts)
+    def __init__(self, chain: Chain, speeds: Speeds, resources: Sequence[DeviceResources], goal: Goal) -> None:
+        self.n, self.resources, self.cuts = len(chain.flops), resources, np.array(chain.cuts)
         done, held = (np.array([0.0, *accumulate(each)]) for each in (chain.flops, chain.weights))
         self.flops, self.held = done - done[:, None], held - held[:, None]  # [first, stop]
         self.speeds, self.together = speeds, np.add if goal == "latency" else np.maximum
@@ -154,7 +154,7 @@ class _Search:
         for d in used:
             initial = self.together(self._transfer(0, d)[0], computing[d][0])
             better((1 << d if free else (2 << d) - 1, d), initial, ((0, 0, -1) for _ in initial))
-        for mask in range(1, 1 << len(self.lanes)) if free else [(2 << d) - 1 for d in used]:
+        for mask in range(1, 1 << len(self.resources)) if free else [(2 << d) - 1 for d in used]:
             for last in used:
                 if (mask, last) not in cost:
                     continue
@@ -171,14 +171,14 @@ class _Search:
     def _computing(self, d: int) -> Array:
         """Return the seconds of a device for parts first..stop, infinite if its memory is too small."""
         fits = (self.flops >= 0) & (np.arange(self.n + 1) > np.arange(self.n + 1)[:, None])
-        fits &= self.held <= self.lanes[d].memory_bytes
+        fits &= self.held <= self.resources[d].memory_bytes
         return np.where(fits, self.flops / self.speeds[d], inf)
 
     def _transfer(self, source: int, target: int) -> Array:
         """Return the seconds that each cut takes from one device to another."""
         if source == target:
             return np.zeros(self.n + 1)
-        a, b = self.lanes[source], self.lanes[target]
+        a, b = self.resources[source], self.resources[target]
         return a.latency_s + b.latency_s + self.cuts / min(a.bytes_per_s, b.bytes_per_s)
 
 
@@ -194,15 +194,15 @@ def _walk(
     return parts
 
 
-def stages_of_units(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def stages_of_units(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return consecutive units for each device, with the least time of the slowest stage, receiving included."""
     units = execution_units(graph)
     work = np.array([0.0, *accumulate(unit.flops * unit.size for unit in units)])
     received = np.array([crossing_bytes(graph, i) for i in range(len(units) + 1)], float)
     costs = np.full((len(weights), len(work), len(work)), np.inf)
-    for i, (speed, lane) in enumerate(zip(weights, lanes, strict=True)):
+    for i, (speed, resource) in enumerate(zip(weights, resources, strict=True)):
         if speed > 0:
-            costs[i] = (work[None, :] - work[:, None]) / speed + received[:, None] / lane.bytes_per_s
+            costs[i] = (work[None, :] - work[:, None]) / speed + received[:, None] / resource.bytes_per_s
         costs[i][np.tri(len(work), dtype=bool)] = np.inf
         np.fill_diagonal(costs[i], 0.0)
     return partition_in_order(costs)
@@ -215,14 +215,14 @@ def stages_of_units(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResourc
 def offload_rows(kind: str) -> Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares]:
     """Return a solver of rows by the devices' speeds; in `mlp` one device attends for all (`_helper_rows`)."""
 
-    def solve(graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
+    def solve(graph: Graph, options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
         one_attends = options.get("variant") == "mlp" and sum(weights) > 0
-        return {kind: _helper_rows(graph, weights, lanes) if one_attends else tuple(weights)}, {}
+        return {kind: _helper_rows(graph, weights, resources) if one_attends else tuple(weights)}, {}
 
     return solve
 
 
-def _helper_rows(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[float, ...]:
+def _helper_rows(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[float, ...]:
     """Return the share of rows of each device; the first device attends for all.
 
     A helper receives its rows, computes the rest of the layer and sends them back, while the first device computes a
@@ -232,8 +232,8 @@ def _helper_rows(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]
     flops = [part / total for part in chain_of(graph).flops[:PARTS]]
     own_s = sum(flops) / max(weights[0], 1.0)
     away_s = [
-        sum(flops[1:]) / max(weight, 1.0) + 2 * DTYPE_BYTES["f32"] * width / lane.bytes_per_s
-        for weight, lane in zip(weights[1:], lanes[1:], strict=True)
+        sum(flops[1:]) / max(weight, 1.0) + 2 * DTYPE_BYTES["f32"] * width / resource.bytes_per_s
+        for weight, resource in zip(weights[1:], resources[1:], strict=True)
     ]
     shares = [1.0, *(own_s / seconds for seconds in away_s)]
     return tuple(share / sum(shares) for share in shares)

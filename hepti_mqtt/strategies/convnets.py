@@ -150,8 +150,8 @@ COEDGE: Final = Method(
     options=({}, {"goal": "energy"}),
     is_distinct=lambda _, options: not _is_energy(options),
     chooses_devices=_is_energy,
-    solve=lambda graph, options, weights, lanes: (
-        {"coedge_rows": coedge_shares(graph, weights, lanes, _is_energy(options))},
+    solve=lambda graph, options, weights, resources: (
+        {"coedge_rows": coedge_shares(graph, weights, resources, _is_energy(options))},
         {},
     ),
 )
@@ -176,7 +176,7 @@ EDGEFLOW: Final = Method(
     edgeflow_table,
     needs=(roles.MAP,),
     order_matters=True,
-    solve=lambda graph, _options, weights, lanes: ({}, edgeflow_ranges(graph, weights, lanes)),
+    solve=lambda graph, _options, weights, resources: ({}, edgeflow_ranges(graph, weights, resources)),
 )
 
 
@@ -206,7 +206,7 @@ FUSED_TILES: Final = Method(
     fused_tiles_table,
     needs=(roles.MAP,),
     options=(*CUTS[:4], *({**cut, "owners": "leased"} for cut in CUTS[:4])),
-    solve=lambda _graph, _options, weights, _lanes: ({"tiles": tuple(weights)}, {}),
+    solve=lambda _graph, _options, weights, _resources: ({"tiles": tuple(weights)}, {}),
     # Owners by speed are as fast unless a device slows down during a request, so leases must be pinned.
     is_distinct=lambda graph, options: "owners" not in options and divides_behind_cut(graph, options),
     task_count=lambda options: TILES if "owners" in options else 0,
@@ -238,7 +238,7 @@ PIPELINE: Final = Method(
     needs_any=(roles.AFTER_MLP, roles.MAP),
     options=VARIANTS[:1],
     variants=lambda _: VARIANTS,
-    solve=lambda graph, options, weights, lanes: ({}, {STAGES.kind: stages_of(graph, weights, lanes, options)}),
+    solve=lambda graph, options, weights, resources: ({}, {STAGES.kind: stages_of(graph, weights, resources, options)}),
     is_distinct=is_distinct,
     automatic=False,
     for_throughput=True,

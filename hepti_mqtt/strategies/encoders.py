@@ -275,7 +275,7 @@ VOLTAGE: Final = Method(
     rewrite=lambda division: choose_product_order(
         division.graph, division.option("order", "cost"), division.device_sets(ROWS), division.plan.weight_dtype
     ),
-    solve=lambda _graph, options, weights, _lanes: (
+    solve=lambda _graph, options, weights, _resources: (
         {ROWS.kind: tuple(weights) if options.get("shares") == "uneven" else (1.0,) * len(weights)},
         {},
     ),
@@ -311,9 +311,9 @@ DECOUPLED: Final = Method(
     shares=(BRANCHES, ROWS, HEADS, MLP),
     needs=(roles.SLICE, roles.JOIN),
     options=PLACEMENTS,
-    solve=lambda graph, _, weights, lanes: (
+    solve=lambda graph, _, weights, resources: (
         {},
-        {BRANCHES.kind: assign_sub_blocks(graph, BRANCHES.unit_count(graph), weights, lanes)},
+        {BRANCHES.kind: assign_sub_blocks(graph, BRANCHES.unit_count(graph), weights, resources)},
     ),
 )
 

@@ -94,24 +94,24 @@ class Division(NamedTuple):
         return self.plan.options.get(name, default)
 
 
-def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def word_ranges(graph: Graph, root: int, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return each device's tokens of the logits, by its speed in reading weights, or all on the root device.
 
     A token takes the time of reading a matrix of all tokens, and only the logits or the likeliest tokens are sent.
-    lanes: of the devices; without lanes, links cost nothing.
+    resources: of the devices; without them, links cost nothing.
     """
-    resources = lanes or [DeviceResources()] * len(weights)
-    speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
+    given = resources or [DeviceResources()] * len(weights)
+    speeds = [resource.row_flops_per_s or weight for resource, weight in zip(given, weights, strict=True)]
     divided = WORDS.ranges(graph, speeds)
-    if lanes and speeds[root] > 0:
+    if resources and speeds[root] > 0:
         _, words, width = graph.first_with_role(roles.LOGITS).space
         alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
-        rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
-        meet = words - own  # numbers that the others send, unless they send only their likeliest tokens
+        rate, delay_s = min(resource.bytes_per_s for resource in resources), max(resource.latency_s for resource in resources)
+        received = words - own  # numbers that the others send: logits, or their likeliest tokens
         if roles.CANDIDATES in graph.roles:
-            meet = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
-        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * meet / rate
+            received = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
+        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * received / rate
         if alone_s * own / words + sent_s > WORTH_SPLITTING * alone_s:
             return WORDS.ranges(graph, [float(i == root) for i in range(len(weights))])
     return divided
@@ -192,16 +192,16 @@ class Method:
         return None
 
     def make_shares(
-        self, graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources] = ()
+        self, graph: Graph, options: Options, weights: Speeds, resources: Sequence[DeviceResources] = ()
     ) -> Shares:
         """Return (shares, ranges) of a plan; kinds that `solve` leaves out follow one weight per device.
 
-        lanes: of the devices; without lanes, links cost nothing.
+        resources: of the devices; without them, links cost nothing.
         """
         used = [1.0] * len(weights) if self.equal_shares else list(weights)
         by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
         if self.solve is not None:
-            solved = self.solve(graph, options, weights, lanes or [DeviceResources()] * len(weights))
+            solved = self.solve(graph, options, weights, resources or [DeviceResources()] * len(weights))
             by_length, ranges = by_length | solved[0], ranges | solved[1]
         return by_length | {s.kind: s.cap_devices(graph, by_length[s.kind]) for s in self.shares if s.by_length}, ranges

@@ -242,24 +242,24 @@ def make_plan(
     strategy: str,
     options: Mapping[str, str],
     shares: Sequence[float],
-    lanes: Sequence[DeviceResources] = (),
+    resources: Sequence[DeviceResources] = (),
     divides_embeddings: bool | None = None,
 ) -> Plan:
     """Return `template` (model, version, devices, root, wire, storage, route) under a strategy, divided by `shares`.
 
-    lanes: the devices' links, for methods that use them. divides_embeddings: whether to divide the token embeddings if
+    resources: of the devices, for methods that use them. divides_embeddings: whether to divide the token embeddings if
     possible; None: as in the template.
     """
     whole = graph(spec, largest_shape(spec))
     method = STRATEGIES[strategy]
-    by_length, ranges = method.make_shares(whole, options, shares, lanes)
+    by_length, ranges = method.make_shares(whole, options, shares, resources)
     if roles.LOGITS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
         if divides_embeddings is None:
             divides_embeddings = EMBEDDINGS.kind in template.ranges
         if divides_embeddings:  # mostly because of memory, which the shares fit
             ranges[WORDS.kind] = ranges[EMBEDDINGS.kind] = WORDS.ranges(whole, shares)
         else:
-            ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, lanes)
+            ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, resources)
     replicas = _replicas(spec, whole, template, method, options, shares)
     return Plan(
         model=template.model,

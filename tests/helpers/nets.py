@@ -53,12 +53,12 @@ def divided(
     method: str,
     speeds: Sequence[float],
     options: Mapping[str, str] | None = None,
-    lanes: Sequence[DeviceResources] = (),
+    resources: Sequence[DeviceResources] = (),
     head: int = 0,
 ) -> Lowered:
     """Return what a graph becomes under a method, on devices d0, d1, ... of given speeds and links."""
     names, chosen = tuple(f"d{i}" for i in range(len(speeds))), dict(options or {})
-    weights, ranges = STRATEGIES[method].make_shares(graph, chosen, speeds, lanes)
+    weights, ranges = STRATEGIES[method].make_shares(graph, chosen, speeds, resources)
     plan = Plan("m", PlanVersion(1, 1), method, names, names[head], chosen, weights, ranges)
     division = Division(graph, plan)
     return Lowered(graph, STRATEGIES[method].table(division).with_defaults(base_table(division)), names)

@@ -41,22 +41,22 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
     alone = run(divided(graph, "single", (1.0,)), held)
     most = np.abs(alone).max()
     for options in STRATEGIES[method].variants_for(1, graph):
-        for n, head, lanes in (
+        for n, head, resources in (
             (1, 0, ()),
             (2, 1, [DeviceResources(1e6, 1e-4, 1e9)] * 2),
             (3, 0, ()),
             (5, 2, [DeviceResources(1e6, 1e-4, 1e9)] * 5),
         ):
             speeds = (1e6, 3e6, 0.0, 2e6, 1e5)[:n]
-            got = run(divided(graph, method, speeds, options, lanes, head), held)
+            got = run(divided(graph, method, speeds, options, resources, head), held)
             assert np.abs(got - alone).max() < 1e-4 * most, (options, n)
 
 
 @pytest.mark.parametrize("method", ["map_rows", "fused_tiles"])
 def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method):
     graph = net(15, [("conv", 32, 3), ("conv", 32, 3), ("conv", 32, 3)])
-    held, lanes = tensors(graph), [DeviceResources(1e9, 1e-6, 1e9)] * 3
-    lowered = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
+    held, resources = tensors(graph), [DeviceResources(1e9, 1e-6, 1e9)] * 3
+    lowered = divided(graph, method, (1.0, 1.1, 0.9), resources=resources)
     np.testing.assert_array_equal(run(lowered, held), run(divided(graph, "single", (1.0,)), held))
 
 

@@ -160,24 +160,24 @@ def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
 
 
 def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
-    lanes = [
+    resources = [
         DeviceResources(row_flops_per_s=1.0),
         DeviceResources(row_flops_per_s=3.0),
         DeviceResources(row_flops_per_s=1.0),
     ]
     for method, first in (("map_rows", 96), ("modnn", 64)):  # in ten units of 32
-        _, ranges = STRATEGIES[method].make_shares(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
+        _, ranges = STRATEGIES[method].make_shares(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), resources)
         assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
-    _, ranges = STRATEGIES["edgeflow"].make_shares(VGG, {}, (9.0, 3.0, 0.0), lanes)
+    _, ranges = STRATEGIES["edgeflow"].make_shares(VGG, {}, (9.0, 3.0, 0.0), resources)
     assert ranges["fc1"][1][1] - ranges["fc1"][1][0] > ranges["fc1"][0][1] - ranges["fc1"][0][0]
     assert ranges["0.map"][0][1] == 18
 
 
-def seconds(chain, speeds, lanes, goal, order):
+def seconds(chain, speeds, resources, goal, order):
     """Return what stages cost, given as (device, first, stop) in the order of the parts."""
 
     def way(source, target, cut):
-        a, b = lanes[source], lanes[target]
+        a, b = resources[source], resources[target]
         rate = min(a.bytes_per_s, b.bytes_per_s)
         return 0.0 if source == target else a.latency_s + b.latency_s + chain.cuts[cut] / rate
 
@@ -206,22 +206,22 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
     n, devices = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 3))
     chain = Chain(*(data.draw(st.lists(numbers, min_size=size, max_size=size)) for size in (n, n, n + 1)))
     speeds = data.draw(st.lists(numbers, min_size=devices, max_size=devices))
-    lanes = [
+    resources = [
         DeviceResources(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds
     ]
-    result = stages(chain, speeds, lanes, goal)
+    result = stages(chain, speeds, resources, goal)
     order = sorted(((i, *parts) for i, parts in enumerate(result) if parts[0] < parts[1]), key=lambda s: s[1])
 
     def fits(stages):
-        return all(sum(chain.weights[a:z]) <= lanes[i].memory_bytes for i, a, z in stages)
+        return all(sum(chain.weights[a:z]) <= resources[i].memory_bytes for i, a, z in stages)
 
     possible = list(every(n, devices))
     fitting = [stages for stages in possible if fits(stages)] or possible
-    least = min(seconds(chain, speeds, lanes, goal, stages) for stages in fitting)
+    least = min(seconds(chain, speeds, resources, goal, stages) for stages in fitting)
     assert [a for _, a, _ in order] == [0, *(z for _, _, z in order[:-1])]
     assert order[-1][2] == n
     assert fits(order) or not any(map(fits, possible))
-    assert seconds(chain, speeds, lanes, goal, order) == pytest.approx(least)
+    assert seconds(chain, speeds, resources, goal, order) == pytest.approx(least)
 
 
 def test_more_than_eight_devices_keep_the_order_of_the_plan():

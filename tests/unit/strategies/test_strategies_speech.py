@@ -165,9 +165,9 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
 @pytest.mark.parametrize(("latency_s", "parts"), [(2.5e-4, 4), (0.05, 1)])
 def test_the_logits_are_divided_where_links_allow_it(latency_s, parts):
     spec, devices = spec_of_kind("whisper-tiny"), tuple("abcd")
-    lanes = [DeviceResources(1e8, latency_s, row_flops_per_s=2e9)] * 4
+    resources = [DeviceResources(1e8, latency_s, row_flops_per_s=2e9)] * 4
     template = Plan("m", PlanVersion(1, 1), "row", devices, "b")
-    speech_plan = make_plan(spec, template, "row", {"variant": "kv"}, [1.0] * 4, lanes)
+    speech_plan = make_plan(spec, template, "row", {"variant": "kv"}, [1.0] * 4, resources)
     words = [stop - start for start, stop in speech_plan.ranges["words"]]
     assert (sum(words), sum(map(bool, words)), bool(words[1])) == (51865, parts, True)
     held = {
