@@ -29,7 +29,6 @@ from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.core.storage import QUANTISED, STORAGES, Storage, StoredRows, Tiles
 from hepti_mqtt.models import (
     TensorSource,
-    files_in_our_words,
     left_unquantised,
     models_of,
     quantised,
@@ -39,6 +38,7 @@ from hepti_mqtt.models import (
     towers_of,
     views,
     with_cache,
+    with_hugging_face_keys,
     with_storages,
     without_false_tie,
     without_missing_pooler,
@@ -108,7 +108,7 @@ class Checkpoint:
         self.path = path
         self.model = model
         self.name = name or model
-        self.config, self.extras = config, extras = files_in_our_words(config, extras)
+        self.config, self.extras = config, extras = with_hugging_face_keys(config, extras)
         self._files = files
         #: The wider storages to which matrices are converted on reading, by storages in the file.
         self.widened = {k: v for file in files if isinstance(file, RowsFile) for k, v in file.widened.items()}
@@ -185,7 +185,7 @@ class Checkpoint:
         part = next(iter(parts)) if part is None else part
         config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
         # The spec first: the error of an unsupported architecture says more than that of a missing tensor.
-        spec = _plausible_spec(path, *files_in_our_words(config, extras))
+        spec = _plausible_spec(path, *with_hugging_face_keys(config, extras))
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
@@ -593,12 +593,12 @@ def described_spec(path: str | Path, weights: Quantised | None = None, cache: Ca
     if (gguf := gguf_file.find_gguf(path)) is not None:
         file = gguf_file.GgufFile(gguf, whole=False)
         try:
-            spec = _stored_spec(path, *files_in_our_words(file.config, {}), file.tensors)
+            spec = _stored_spec(path, *with_hugging_face_keys(file.config, {}), file.tensors)
         finally:
             file.close()
     else:
         parts = models_of(read_json(path / "config.json"))
-        spec = _plausible_spec(path, *files_in_our_words(next(iter(parts.values())), _extras(path)))
+        spec = _plausible_spec(path, *with_hugging_face_keys(next(iter(parts.values())), _extras(path)))
     return _kept_as(spec, weights, cache)
 
 

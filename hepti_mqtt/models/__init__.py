@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hepti_mqtt.models.families import (
     FAMILIES,
-    files_in_our_words,
     full_ref,
     graph,
     input_bytes,
@@ -28,6 +27,7 @@ from hepti_mqtt.models.families import (
     views,
     weight_dtypes,
     with_cache,
+    with_hugging_face_keys,
     with_storages,
     without_false_tie,
     without_missing_pooler,
@@ -41,7 +41,6 @@ __all__ = [
     "Kind",
     "ModelSpec",
     "TensorSource",
-    "files_in_our_words",
     "full_ref",
     "graph",
     "input_bytes",
@@ -66,6 +65,7 @@ __all__ = [
     "views",
     "weight_dtypes",
     "with_cache",
+    "with_hugging_face_keys",
     "with_storages",
     "without_false_tie",
     "without_missing_pooler",

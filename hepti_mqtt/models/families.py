@@ -259,7 +259,7 @@ def towers_of(config: Mapping[str, Any]) -> Towers:
     return _TOWERS.get(str(named[0]), ONE_MODEL) if isinstance(named, list) and named else ONE_MODEL
 
 
-def files_in_our_words(
+def with_hugging_face_keys(
     config: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return config.json and the other JSON files of a directory with Hugging Face's keys, if another library wrote it.

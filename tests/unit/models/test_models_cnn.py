@@ -112,7 +112,7 @@ TIMM = {
 
 
 def test_a_directory_of_timm_says_in_its_config_how_pictures_are_read():
-    spec = models.spec_from_config(*models.files_in_our_words(TIMM, {}))
+    spec = models.spec_from_config(*models.with_hugging_face_keys(TIMM, {}))
     assert (spec.input_spec.size, spec.input_spec.shortest, len(spec.head.labels)) == (96, 109, 7)
     assert "blocks.1.0.conv_pwl.weight" in {source.name for source in models.tensor_sources(spec)}
 
@@ -130,7 +130,7 @@ def test_a_directory_of_timm_says_in_its_config_how_pictures_are_read():
 )  # fmt: skip
 def test_what_timm_says_and_is_not_computed_is_refused(change):
     with pytest.raises(ModelError):
-        models.spec_from_config(*models.files_in_our_words({**TIMM, **change}, {}))
+        models.spec_from_config(*models.with_hugging_face_keys({**TIMM, **change}, {}))
 
 
 @pytest.mark.parametrize("key", WRONG_FIELDS)
