@@ -19,7 +19,7 @@ from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.quantise import Quantisation, measured, quantised_reader
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile, WeightsFile, close_all, open_shards, read_json
-from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, source_reader, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.core.errors import ModelError, UnsupportedModelError, WeightsChangedError
@@ -695,7 +695,7 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
                 dtype = stored[part].dtype
                 wrong[f"{part} has the dtype {dtype}, which is not supported (F32, F16, BF16, F64 are)"] = None
         if name in stored:
-            matched[source] = fold_batch_norm(source, stored, name)
+            matched[source] = source_reader(source, stored, name)
     if missing:
         raise ModelError(f"{path} lacks {_shortened(missing)}; {_why_missing(next(iter(missing)), stored)}")
     if wrong:

@@ -82,7 +82,7 @@ class WeightsReader(Protocol):
         """Close it; a second call does nothing."""
 
 
-def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
+def source_reader(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
     """Return the reader of a source: the stored tensor `name` with the source's changes."""
     if (place := source.place_in(stored)) is not None:
         return _part(source, place, stored[name])
