@@ -118,9 +118,9 @@ class Checkpoint:
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = _kept_as(_stored_spec(path, config, extras, self._stored), weights, cache)
-        self._tensors = self._as_stored = _match(self._stored, self.spec, path)
+        self._readers = self._as_stored = _match(self._stored, self.spec, path)
         if weights is not None:
-            self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
+            self._readers = {s: self._quantised(s, reader, weights) for s, reader in self._readers.items()}
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # errors of the tokenizer are raised now, not at the first request
         #: The last bands of rows from which tiles were cut, by tensor and first row; the most recent one last.
@@ -219,7 +219,7 @@ class Checkpoint:
         banded: large matrices stay in the file and read a band of rows at a time; they support x @ W and look-ups of
         rows only.
         """
-        return _Tensors(self._tensors, banded)
+        return _Tensors(self._readers, banded)
 
     def tensors_as_stored(self, banded: bool = False) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors as `tensors` does, without quantisation."""
@@ -228,34 +228,34 @@ class Checkpoint:
     @cached_property
     def quantisation(self) -> Quantisation | None:
         """Return the errors of quantised weights; None if they are as stored."""
-        pairs = [(s, self._as_stored[s], t) for s, t in self._tensors.items() if t is not self._as_stored[s]]
+        pairs = [(s, self._as_stored[s], t) for s, t in self._readers.items() if t is not self._as_stored[s]]
         if not pairs or not isinstance(self.spec, ModelSpec):
             return None
         return measured(pairs[0][2].dtype, pairs, left_unquantised(self.spec))
 
-    def _quantised(self, source: TensorSource, tensor: TensorReader, how: Quantised) -> TensorReader:
+    def _quantised(self, source: TensorSource, reader: TensorReader, how: Quantised) -> TensorReader:
         """Return a tensor's reader for devices; token embeddings are quantised if the matrix to the logits is tied."""
         assert isinstance(self.spec, ModelSpec)
         tied = source.name == EMBEDDING_TABLE and self.spec.storage_of(LOGITS_MATRIX) is not None and self.spec.head.tied
         if not tied and self.spec.storage_of(source.name) is None:
-            return tensor
-        return quantised_reader(source.primary_name, tensor, STORAGES[QUANTISED[how]])
+            return reader
+        return quantised_reader(source.primary_name, reader, STORAGES[QUANTISED[how]])
 
     def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
         """Return all tensors as devices get them: as `tensors` does, but matrices in blocks as `StoredRows`."""
-        return _Weights(self._tensors)
+        return _Weights(self._readers)
 
     def tiles(self, words: Collection[int]) -> Mapping[str, Tiles]:
         """Return bands of rows of all tensors, as devices get them; of token embeddings only the rows of `words`.
 
         words: token ids of a request, with types as in `TextStem.types`.
         """
-        return _Bands(self._tensors, words)
+        return _Bands(self._readers, words)
 
     @cached_property
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
-        sources, kept = tuple(self._tensors), self._manifest_cache
+        sources, kept = tuple(self._readers), self._manifest_cache
         manifest = storage.load_cached_manifest(kept, self.name)
         if manifest is None:
             manifest = Manifest(self.name, tuple(self._entry(source) for source in sources))
@@ -266,7 +266,7 @@ class Checkpoint:
     def _manifest_cache(self) -> Path:
         stamps = (stamp for file in self._files for stamp in file.stamps)
         storages = self.spec.storages if isinstance(self.spec, ModelSpec) else ()
-        return storage.manifest_cache_path(stamps, self._stored, self._tensors, storages)
+        return storage.manifest_cache_path(stamps, self._stored, self._readers, storages)
 
     def tile(self, digest: bytes) -> bytes:
         """Return the bytes of the tile named `digest`.
@@ -287,7 +287,7 @@ class Checkpoint:
     @cached_property
     def _tiles(self) -> Mapping[bytes, _Tile]:
         tiles: dict[bytes, _Tile] = {}
-        by_name = {source.name: source for source in self._tensors}
+        by_name = {source.name: source for source in self._readers}
         for entry in self.manifest.entries:
             source = by_name[entry.name]
             for place in entry.tiles():
@@ -308,16 +308,16 @@ class Checkpoint:
 
     def _storage(self, source: TensorSource) -> Storage:
         """Return the storage of a tensor's tiles."""
-        tensor = self._tensors[source]
-        return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
+        reader = self._readers[source]
+        return STORAGES["f16" if reader.dtype == "F16" else reader.dtype if reader.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
         """Return one tile's bytes; its band of rows is cached until the last tile of the band was read."""
         bands, band_of = self._bands, (source, rows[0])
-        width, tensor = source.matrix_shape[1], self._tensors[source]
+        width, reader = source.matrix_shape[1], self._readers[source]
         band = bands.pop(band_of, None)
         if band is None:
-            band = (tensor.raw or tensor.read)(*rows, width)
+            band = (reader.raw or reader.read)(*rows, width)
         if columns[1] < width:
             bands[band_of] = band
             while len(bands) > 1 and sum(kept.nbytes for kept in bands.values()) > BAND_BYTES:
@@ -335,10 +335,10 @@ class Checkpoint:
         return None if self._scores is None else self._scores.similarity(self._number)
 
     def _number(self, name: str) -> float:
-        tensor = self._stored.get(name)
-        if tensor is None or not tensor.is_float or prod(tensor.shape) != 1:
+        reader = self._stored.get(name)
+        if reader is None or not reader.is_float or prod(reader.shape) != 1:
             raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
-        return float(tensor.read(0, 1, 1)[0, 0])
+        return float(reader.read(0, 1, 1)[0, 0])
 
     def _refuse_unread(self, unread: Collection[str]) -> None:
         """Raise UnsupportedModelError for unread stored tensors, because answers would be wrong without them."""
@@ -351,7 +351,7 @@ class Checkpoint:
     def _unread(self) -> list[str]:
         """Return the names of unread stored tensors."""
         unread = dict.fromkeys(self._stored)
-        for source in self._tensors:
+        for source in self._readers:
             for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
                 unread.pop(name, None)
         return list(unread)
@@ -361,7 +361,7 @@ class Checkpoint:
 
         Other unread tensors belong to other tasks or to training.
         """
-        others = {name for source in self._tensors for name in source.stored}  # alternative names of read tensors
+        others = {name for source in self._readers for name in source.stored}  # alternative names of read tensors
         unread = [name for name in self._unread() if name not in others and self._stored[name].is_float]
         layers = {name.removesuffix(_WEIGHT) for name in self._stored.keys() - set(unread) if name.endswith(_WEIGHT)}
         return [name for name in unread if not layers.isdisjoint(_prefixes(name))]
@@ -414,8 +414,8 @@ class Checkpoint:
         """Return a token's embedding in a decoder, with its factor, [h]."""
         spec = require_transformer(self.spec)
         assert spec.text is not None
-        source = next(source for source in self._tensors if source.name == EMBEDDING_TABLE)
-        row = self._tensors[source].read(token, token + 1, spec.hidden)[0]
+        source = next(source for source in self._readers if source.name == EMBEDDING_TABLE)
+        row = self._readers[source].read(token, token + 1, spec.hidden)[0]
         return np.asarray(row.astype(np.float32) * np.float32(spec.text.scale))
 
     @cached_property
@@ -476,15 +476,15 @@ class _Tensors(Mapping[str, Any]):
     """Tensors by canonical name, f32; each access reads one. banded: large matrices are `_Banded`."""
 
     def __init__(self, stored: Mapping[TensorSource, TensorReader], banded: bool = False) -> None:
-        self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
+        self._by_name = {source.name: (source, reader) for source, reader in stored.items()}
         self._banded = banded
 
     def __getitem__(self, name: str) -> Any:
-        source, tensor = self._by_name[name]
+        source, reader = self._by_name[name]
         rows, columns = source.matrix_shape
         if self._banded and rows > 1 and 4 * rows * columns > BAND_BYTES:
-            return _Banded(tensor, (rows, columns), source.transposed)
-        array = tensor.read(0, rows, columns).astype(np.float32, copy=False)
+            return _Banded(reader, (rows, columns), source.transposed)
+        array = reader.read(0, rows, columns).astype(np.float32, copy=False)
         return array.T if source.transposed else array.reshape(source.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -498,10 +498,10 @@ class _Weights(_Tensors):
     """Tensors by canonical name; matrices in blocks are `StoredRows`."""
 
     def __getitem__(self, name: str) -> Any:
-        source, tensor = self._by_name[name]
-        if tensor.raw is None or not source.transposed:
+        source, reader = self._by_name[name]
+        if reader.raw is None or not source.transposed:
             return super().__getitem__(name)
-        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *source.matrix_shape))
+        return StoredRows(STORAGES[reader.dtype], reader.raw(0, *source.matrix_shape))
 
 
 class _Bands(_Tensors):
@@ -512,16 +512,16 @@ class _Bands(_Tensors):
         self._words = words
 
     def __getitem__(self, name: str) -> Any:
-        source, tensor = self._by_name[name]
+        source, reader = self._by_name[name]
         rows, columns = source.matrix_shape
         bands = _bands(rows, columns)
         if name in (EMBEDDING_TABLE, LOGITS_MATRIX):
             bands = [(word, word + 1) for word in sorted({int(word) % rows for word in self._words})]
         for start, stop in bands:
-            if tensor.raw is not None and source.transposed:
-                yield StoredRows(STORAGES[tensor.dtype], tensor.raw(start, stop, columns)), 0, start
+            if reader.raw is not None and source.transposed:
+                yield StoredRows(STORAGES[reader.dtype], reader.raw(start, stop, columns)), 0, start
             else:
-                band = tensor.read(start, stop, columns).astype(np.float32, copy=False)
+                band = reader.read(start, stop, columns).astype(np.float32, copy=False)
                 yield (band.T, 0, start) if source.transposed else (band, start, 0)
 
 
@@ -531,13 +531,13 @@ class _Banded:
     __array_ufunc__ = None  # `x @ matrix` calls `__rmatmul__`
     dtype: Final = np.dtype(np.float32)
 
-    def __init__(self, tensor: TensorReader, stored_shape: tuple[int, int], transposed: bool) -> None:
-        self._tensor, self._stored_shape, self._transposed = tensor, stored_shape, transposed
+    def __init__(self, reader: TensorReader, stored_shape: tuple[int, int], transposed: bool) -> None:
+        self._reader, self._stored_shape, self._transposed = reader, stored_shape, transposed
 
     @property
     def T(self) -> _Banded:  # noqa: N802 (an array's name)
         """Return the transpose."""
-        return _Banded(self._tensor, self._stored_shape, not self._transposed)
+        return _Banded(self._reader, self._stored_shape, not self._transposed)
 
     def __rmatmul__(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self._transposed:
@@ -561,7 +561,7 @@ class _Banded:
         return (whole.T if self._transposed else whole).reshape(*shape)
 
     def _read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._tensor.read(start, stop, self._stored_shape[1]).astype(np.float32, copy=False)
+        return self._reader.read(start, stop, self._stored_shape[1]).astype(np.float32, copy=False)
 
 
 def _bands(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -615,7 +615,7 @@ def _stored_spec(
     spec = without_missing_pooler(_plausible_spec(path, config, extras), stored)
     spec = without_false_tie(spec, stored)
     matched = _match(stored, spec, path)
-    in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
+    in_blocks = {source.name: reader.dtype for source, reader in matched.items() if reader.raw is not None}
     return with_storages(spec, in_blocks)
 
 

@@ -17,11 +17,11 @@ _SAMPLED: Final = 256  # rows of each matrix whose error is measured
 _LARGEST: Final = float(np.finfo(np.float16).max)  # larger weights might need a scale beyond f16
 
 
-def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> TensorReader:
+def quantised_reader(name: str, reader: TensorReader, storage: Storage) -> TensorReader:
     """Return the reader of a matrix in blocks; reading raises UnsupportedModelError for values that do not fit."""
 
     def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
-        values = np.asarray(tensor.read(start, stop, columns), np.float32)
+        values = np.asarray(reader.read(start, stop, columns), np.float32)
         if not np.abs(values).max(initial=0) <= _LARGEST:
             raise UnsupportedModelError(
                 f"{name} has weights that are not finite or beyond {_LARGEST:,.0f}, which {storage.name} cannot hold; "
@@ -29,7 +29,7 @@ def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> Tenso
             )
         return storage.stored(values)
 
-    return TensorReader(tensor.shape, storage.name, lambda *place: storage.rows(raw(*place)), raw)
+    return TensorReader(reader.shape, storage.name, lambda *place: storage.rows(raw(*place)), raw)
 
 
 class Quantisation(NamedTuple):
@@ -72,5 +72,5 @@ def _error(before: TensorReader, after: TensorReader, rows: int, columns: int) -
     return float(np.sqrt(wrong / whole)) if whole else 0.0
 
 
-def _read(tensor: TensorReader, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-    return np.asarray(tensor.read(start, stop, columns), np.float64)
+def _read(reader: TensorReader, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+    return np.asarray(reader.read(start, stop, columns), np.float64)

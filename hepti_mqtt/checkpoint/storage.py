@@ -90,42 +90,42 @@ def source_reader(source: TensorSource, stored: Mapping[str, TensorReader], name
     computed = computed or source.projected is not None
     if not source.channels_first and not computed:
         return stored[name]
-    tensor = stored[name]
-    read = _FoldedRows(source, stored, tensor).read
-    return TensorReader(tensor.shape, "F32" if computed else tensor.dtype, read)
+    reader = stored[name]
+    read = _FoldedRows(source, stored, reader).read
+    return TensorReader(reader.shape, "F32" if computed else reader.dtype, read)
 
 
-def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorReader:
+def _part(source: TensorSource, place: Place, reader: TensorReader) -> TensorReader:
     """Return the reader of a source that is a part of a stored tensor."""
     first, step, whole = place.first, place.step, place.shape[-1]
     if place.by_inputs:
-        return TensorReader(source.matrix_shape, tensor.dtype, _transposed(source, place, tensor))
+        return TensorReader(source.matrix_shape, reader.dtype, _transposed(source, place, reader))
     if source.matrix_shape[0] == 1 or source.matrix_shape[1] < whole:  # elements of rows
         return TensorReader(
             source.matrix_shape,
-            tensor.dtype,
-            lambda a, z, n: tensor.read(a, z, whole)[:, first : first + step * n : step],
+            reader.dtype,
+            lambda a, z, n: reader.read(a, z, whole)[:, first : first + step * n : step],
         )
 
     def rows(read: Rows) -> Rows:
         return lambda a, z, columns: read(first + step * a, first + step * (z - 1) + 1, columns)[::step]
 
-    return TensorReader(source.matrix_shape, tensor.dtype, rows(tensor.read), tensor.raw and rows(tensor.raw))
+    return TensorReader(source.matrix_shape, reader.dtype, rows(reader.read), reader.raw and rows(reader.raw))
 
 
 @lru_cache(maxsize=1)
-def _whole_matrix(tensor: TensorReader, first: int, stop: int, columns: int) -> npt.NDArray[Any]:
+def _whole_matrix(reader: TensorReader, first: int, stop: int, columns: int) -> npt.NDArray[Any]:
     """Return stored rows; the last result is cached, because bands of one matrix are read one after the other."""
-    return tensor.read(first, stop, columns)
+    return reader.read(first, stop, columns)
 
 
-def _transposed(source: TensorSource, place: Place, tensor: TensorReader) -> Rows:
+def _transposed(source: TensorSource, place: Place, reader: TensorReader) -> Rows:
     """Return the reader of rows of a matrix [out, in] that is stored as columns of [in, width], `step` apart."""
     inputs, width = source.shape[0], place.shape[-1]
     matrix, first = divmod(place.first, width)
 
     def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        whole = _whole_matrix(tensor, matrix * inputs, (matrix + 1) * inputs, width)
+        whole = _whole_matrix(reader, matrix * inputs, (matrix + 1) * inputs, width)
         low, high = first + place.step * start, first + place.step * (stop - 1) + 1
         return np.ascontiguousarray(whole[:columns, low : high : place.step].T)
 
@@ -135,22 +135,22 @@ def _transposed(source: TensorSource, place: Place, tensor: TensorReader) -> Row
 class _FoldedRows:
     """A stored tensor that is changed on reading."""
 
-    def __init__(self, source: TensorSource, stored: Mapping[str, TensorReader], tensor: TensorReader) -> None:
-        self._source, self._stored, self._tensor = source, stored, tensor
+    def __init__(self, source: TensorSource, stored: Mapping[str, TensorReader], reader: TensorReader) -> None:
+        self._source, self._stored, self._reader = source, stored, reader
 
     def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
         """Return rows start..stop as [rows, columns] after all changes."""
         source = self._source
         if source.resized is not None:
-            whole = self._tensor.read(0, math.prod(self._tensor.shape) // columns, columns)
+            whole = self._reader.read(0, math.prod(self._reader.shape) // columns, columns)
             return np.ascontiguousarray(source.resized.rows(whole)[start:stop], np.float32)
-        rows = self._tensor.read(start, stop, columns)
+        rows = self._reader.read(start, stop, columns)
         if source.projected is not None:
             return np.ascontiguousarray(source.projected.rows(rows, self._whole), np.float32)
         if source.channels_first and source.transposed:
             rows = _channels_last(rows, source.channels_first)
         elif source.channels_first:  # stored as [k, n]: k has the channels
-            rows = _channels_last(self._tensor.read(0, self._tensor.shape[0], columns).T, source.channels_first).T[
+            rows = _channels_last(self._reader.read(0, self._reader.shape[0], columns).T, source.channels_first).T[
                 start:stop
             ]
         if source.factor:
@@ -172,9 +172,9 @@ class _FoldedRows:
 
     def _whole(self, names: tuple[str, ...]) -> npt.NDArray[Any]:
         """Return the whole tensor with the first of these names, [n] or [rows, columns]."""
-        tensor = self._stored[chosen(names, self._stored)]
-        rows, columns = (1, *tensor.shape)[-2:]
-        return tensor.read(0, rows, columns).reshape(tensor.shape)
+        reader = self._stored[chosen(names, self._stored)]
+        rows, columns = (1, *reader.shape)[-2:]
+        return reader.read(0, rows, columns).reshape(reader.shape)
 
     def _vector(self, name: str) -> npt.NDArray[np.float64]:
         """Return a stored vector [n] in double precision."""
@@ -198,18 +198,18 @@ def file_stamp(path: Path, status: os.stat_result) -> FileStamp:
     return FileStamp(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
+def sample_digest(readers: Mapping[str, TensorReader]) -> str:
     """Return a digest of the first, middle and last rows of all tensors, and of names and shapes; vectors are whole."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
-        if not tensor.is_float or 0 in tensor.shape:
+    for name, reader in sorted(readers.items()):
+        digest.update(repr((name, reader.shape, reader.dtype)).encode())
+        if not reader.is_float or 0 in reader.shape:
             continue
-        stacked = len(tensor.shape) == 3  # matrices of experts: their rows are sampled, not whole matrices
-        rows = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[0] if len(tensor.shape) > 1 else 1
-        columns = math.prod(tensor.shape) // rows
+        stacked = len(reader.shape) == 3  # matrices of experts: their rows are sampled, not whole matrices
+        rows = math.prod(reader.shape[:-1]) if stacked else reader.shape[0] if len(reader.shape) > 1 else 1
+        columns = math.prod(reader.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
-            digest.update(tensor.read(row, row + 1, columns).tobytes())
+            digest.update(reader.read(row, row + 1, columns).tobytes())
     return digest.hexdigest()
 
 
