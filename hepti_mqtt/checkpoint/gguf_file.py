@@ -147,24 +147,24 @@ class GgufFile(RowsFile):
     def _read(self, file: RowsFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
         """Return the metadata of a file, and where each tensor is."""
         end = file.stamps[-1].nbytes
-        take = Cursor(file.pread, end)
-        if take.take(4) != MAGIC:
+        cursor = Cursor(file.pread, end)
+        if cursor.take(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
-        (version,) = take.numbers("<I")
+        (version,) = cursor.numbers("<I")
         if version not in _VERSIONS:
             raise UnsupportedModelError(f"{file.path} is GGUF in version {version}; supported: versions 2 and 3")
-        tensors, keys = take.numbers("<QQ")
+        tensors, keys = cursor.numbers("<QQ")
         if max(tensors, keys) > _MOST:
             raise ValueError(f"{tensors} tensors and {keys} keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
-            name = _text(take)
-            metadata[name] = _value(take, take.numbers("<I")[0])
-        rows = [self._info(take) for _ in range(tensors)]
+            name = _text(cursor)
+            metadata[name] = _value(cursor, cursor.numbers("<I")[0])
+        rows = [self._info(cursor) for _ in range(tensors)]
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"an alignment of {align}")
-        base = -(-take.at // align) * align
+        base = -(-cursor.at // align) * align
         by_name: dict[str, _Tensor] = {}
         for name, tensor in rows:
             nbytes = math.prod(tensor.shape) // tensor.storage.block * tensor.storage.block_bytes
@@ -178,12 +178,12 @@ class GgufFile(RowsFile):
             by_name[name] = tensor._replace(offset=base + tensor.offset)
         return metadata, by_name
 
-    def _info(self, take: Cursor) -> tuple[str, _Tensor]:
-        name = _text(take)
-        (rank,) = take.numbers("<I")
+    def _info(self, cursor: Cursor) -> tuple[str, _Tensor]:
+        name = _text(cursor)
+        (rank,) = cursor.numbers("<I")
         if not 1 <= rank <= _MOST_RANK:
             raise ValueError(f"{name[:80]} has {rank} dimensions")
-        *dims, kind, offset = take.numbers(f"<{rank}QIQ")
+        *dims, kind, offset = cursor.numbers(f"<{rank}QIQ")
         if kind not in _KINDS:
             supported = ", ".join(name.upper() for name in _KINDS.values())
             raise UnsupportedModelError(
@@ -207,9 +207,9 @@ class GgufFile(RowsFile):
                 f"{self.path} has the architecture {name[:40]!r}, which is not supported in GGUF (supported: {names}); "
                 "give the original model with model.safetensors"
             )
-        self._architecture, self._of = original, DECODERS[original]
-        assert self._of.gguf is not None
-        self._gguf = self._of.gguf
+        self._architecture, self._decoder = original, DECODERS[original]
+        assert self._decoder.gguf is not None
+        self._gguf = self._decoder.gguf
         for key, value in self._metadata.items():
             own = key.removeprefix(f"{name}.")
             is_supported = own in KEYS or own in self._gguf.keys or value == NEUTRAL.get(own, math.nan)
@@ -221,18 +221,18 @@ class GgufFile(RowsFile):
 
     def _config(self) -> dict[str, Any]:
         """Return the original's config.json, as far as the metadata and the tensors contain it."""
-        data, of = self._metadata, self._gguf
+        data, gguf = self._metadata, self._gguf
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
         config: dict[str, Any] = {
             "architectures": [self._architecture],
-            "model_type": self._of.model_type,
-            **of.config,
+            "model_type": self._decoder.model_type,
+            **gguf.config,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "vocab_size": self._tensors["token_embd.weight"].shape[0],
-            **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
+            **{to: given[key] for key, to in {**KEYS, **gguf.keys}.items() if to and key in given},
         }
-        for flag in self._of.biases.keys() & BIASES.keys():
+        for flag in self._decoder.biases.keys() & BIASES.keys():
             config[flag] = f"blk.0.{BIASES[flag]}.bias" in self._tensors
         if not config.get("sliding_window", 1):
             del config["sliding_window"]
@@ -242,7 +242,7 @@ class GgufFile(RowsFile):
             if size != config["vocab_size"]:
                 raise ValueError(f"{size} words, and embeddings of {config['vocab_size']}")
         head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        config |= of.derived(config)
+        config |= gguf.derived(config)
         for key in ("rope.dimension_count", "attention.value_length"):
             if given.get(key, head) != head:
                 raise UnsupportedModelError(f"{self.path}: {key} {given[key]} is not supported where heads have {head}")
@@ -296,7 +296,7 @@ class GgufFile(RowsFile):
     def _named(self) -> Iterator[tuple[str, TensorReader]]:
         """Yield the readers of all tensors, under the names of the original."""
         heads: dict[str, int] = {}
-        parts = layer_names(self._of)
+        parts = layer_names(self._decoder)
         if self._gguf.pairs_together:
             heads = {"attn_q": self.config["num_attention_heads"]}
             heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
@@ -326,7 +326,7 @@ class GgufFile(RowsFile):
             first, last = start // rows * rows, -(-stop // rows) * rows
             return self._raw(name, first, last, columns)[_original_rows(start, stop, rows) - first]
 
-        offset = np.float32(self._of.block.gamma_offset if name.endswith("norm.weight") else 0)
+        offset = np.float32(self._decoder.block.gamma_offset if name.endswith("norm.weight") else 0)
 
         def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
             if offset:
@@ -372,24 +372,24 @@ def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:
     return np.asarray(row - row % head + 2 * pair + half, np.intp)
 
 
-def _text(take: Cursor) -> str:
-    return take.take(take.numbers("<Q")[0]).decode()
+def _text(cursor: Cursor) -> str:
+    return cursor.take(cursor.numbers("<Q")[0]).decode()
 
 
-def _value(take: Cursor, kind: int) -> Any:
+def _value(cursor: Cursor, kind: int) -> Any:
     """Return a value of the metadata; raises KeyError for arrays of arrays, which no model has."""
     if kind == _STRING:
-        return _text(take)
+        return _text(cursor)
     if kind == _FLOAT:  # the shortest decimal of this f32, as in the original: 1e-5
-        return float(str(np.float32(take.numbers("<f")[0])))
+        return float(str(np.float32(cursor.numbers("<f")[0])))
     if kind != _ARRAY:
-        return take.numbers(f"<{_NUMBERS[kind]}")[0]
-    of, count = take.numbers("<IQ")
+        return cursor.numbers(f"<{_NUMBERS[kind]}")[0]
+    of, count = cursor.numbers("<IQ")
     if count > _MOST_VALUES:
         raise ValueError(f"an array of {count} values")
     if of == _STRING:
-        return [_text(take) for _ in range(count)]
-    return list(take.numbers(f"<{count}{_NUMBERS[of]}"))
+        return [_text(cursor) for _ in range(count)]
+    return list(cursor.numbers(f"<{count}{_NUMBERS[of]}"))
 
 
 def gguf_extras(file: GgufFile, own: Mapping[str, Any]) -> Mapping[str, Any]:
