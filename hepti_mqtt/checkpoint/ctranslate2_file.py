@@ -74,28 +74,28 @@ class CTranslate2File(RowsFile):
     def _read_variables(self) -> dict[str, _Variable]:
         """Return where each variable is, aliases too."""
         end = self.stamps[0].nbytes
-        take = Cursor(self.pread, end)
-        (version,) = take.numbers("<I")
+        cursor = Cursor(self.pread, end)
+        (version,) = cursor.numbers("<I")
         if version != _VERSION:
             raise UnsupportedModelError(
                 f"{self.path} is no model of CTranslate2 in version {_VERSION} (it begins with {version}); convert the "
                 "original again with a current ct2-transformers-converter, or give the original"
             )
-        if (spec := _text(take)) != _SPEC:
+        if (spec := _text(cursor)) != _SPEC:
             raise UnsupportedModelError(f"{self.path} is a {spec[:80]} of CTranslate2; {_SPEC} is supported alone")
-        _, count = take.numbers("<II")
+        _, count = cursor.numbers("<II")
         variables: dict[str, _Variable] = {}
         for _ in range(min(count, _MOST)):
-            name = _text(take)
-            (rank,) = take.numbers("<B")
-            *dims, kind, nbytes = take.numbers(f"<{rank}IBI")
+            name = _text(cursor)
+            (rank,) = cursor.numbers("<B")
+            *dims, kind, nbytes = cursor.numbers(f"<{rank}IBI")
             dtype, stored = _TYPES[kind]
-            variables[name] = _Variable(name, tuple(dims), dtype, take.at, np.dtype(stored).itemsize)
+            variables[name] = _Variable(name, tuple(dims), dtype, cursor.at, np.dtype(stored).itemsize)
             if prod(dims) * np.dtype(stored).itemsize != nbytes:
                 raise ValueError(f"{name[:80]} of {dims} has {nbytes} bytes")
-            take.skip(nbytes)
-        for _ in range(min(take.numbers("<I")[0], _MOST)):
-            alias, name = _text(take), _text(take)
+            cursor.skip(nbytes)
+        for _ in range(min(cursor.numbers("<I")[0], _MOST)):
+            alias, name = _text(cursor), _text(cursor)
             variables[alias] = variables[name]
         return variables
 
@@ -176,9 +176,9 @@ class CTranslate2File(RowsFile):
         }
 
 
-def _text(take: Cursor) -> str:
+def _text(cursor: Cursor) -> str:
     """Return a string."""
-    return take.take(take.numbers("<H")[0]).rstrip(b"\0").decode()
+    return cursor.take(cursor.numbers("<H")[0]).rstrip(b"\0").decode()
 
 
 _LAYER: Final = re.compile(
