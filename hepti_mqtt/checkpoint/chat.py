@@ -32,7 +32,7 @@ CALL: Final = "<tool_call>\n"  # of Hermes and Qwen
 _THOUGHTS: Final = ("</think>", "enable_thinking")  # of Qwen 3, DeepSeek R1 and their successors
 _LLAMA: Final = '"parameters": '
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Stand for special tokens in what users wrote, while the template's own are looked for.
+# They replace special tokens in users' texts, so that only the template's own are recognised.
 _OPEN, _CLOSE, _FIRST = "\ue000", "\ue001", 0xE100
 
 
@@ -67,7 +67,7 @@ class ChatTemplate:
         thinking: bool | None = None,
         pictures: tuple[str, Sequence[str]] | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation up to where its next answer begins.
+        """Return the ids of a conversation up to the beginning of the next answer.
 
         What users wrote is never read as a special token. thinking: whether the template asks for thoughts, None for
         its own choice. pictures: what the template writes for a picture, and what the model reads instead of each.
@@ -196,7 +196,7 @@ def _compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Reads `{% generation %}`, which marks what a model wrote, for training."""
+        """Reads `{% generation %}`, which marks a model's own text for training."""
 
         tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 

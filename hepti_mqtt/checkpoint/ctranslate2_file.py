@@ -72,7 +72,7 @@ class CTranslate2File(RowsFile):
     # -- the file -----------------------------------------------------------------------------------------------------
 
     def _read_variables(self) -> dict[str, _Variable]:
-        """Return where each variable is, aliases too."""
+        """Return the place of each variable in the file, including aliases."""
         end = self.stamps[0].nbytes
         cursor = Cursor(self.pread, end)
         (version,) = cursor.numbers("<I")
@@ -145,7 +145,7 @@ class CTranslate2File(RowsFile):
         return np.asarray(whole / scales[:, None], np.float32)
 
     def _sizes(self) -> dict[str, Any]:
-        """Return what config.json of the original says of sizes."""
+        """Return the sizes in the original's config.json."""
         shapes = {name: variable.shape for name, variable in self._variables.items()}
         vocab, hidden = shapes["decoder/embeddings/weight"]
         layers = {

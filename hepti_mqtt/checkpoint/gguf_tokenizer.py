@@ -13,14 +13,14 @@ from hepti_mqtt.checkpoint.tokenizer_classes import QWEN2_WORDS
 from hepti_mqtt.core.errors import UnsupportedModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
-_MARK: Final = "\u2581"  # what stands for a space
+_MARK: Final = "\u2581"  # replaces a space
 # Converters write one end token; a control token of such a name ends a text too, as in llama.cpp.
 _ENDS: Final = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>",
     "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>", "<end_of_utterance>",
 })  # fmt: skip
 _PIECES: Final = "llama"  # SentencePiece's byte pairs
-_PIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
+_PIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # if the file names none
 _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _ONLY_BYTES: Final = {**_BYTES, "use_regex": False}
 _LLAMA3_WORDS: Final = (

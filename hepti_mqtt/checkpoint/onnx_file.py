@@ -33,7 +33,7 @@ class OnnxNode(NamedTuple):
 
 
 class OnnxConverter:
-    """Nodes in the making; constants: weights and whatever else is constant, by name."""
+    """Builds the nodes; constants: weights and other constants, by name."""
 
     def __init__(self, size: int, given: str, constants: dict[str, npt.NDArray[Any]]) -> None:
         self.constants = constants
@@ -63,7 +63,7 @@ class OnnxConverter:
         self.dims = self._shapes[last]
         return [node.to_dict() for node in listed]
 
-    # -- what methods ask ---------------------------------------------------------------------------------------------
+    # -- helpers of the methods ----------------------------------------------------------------------------------------
 
     def _put(self, node: Node) -> str:
         self._shapes = extend_shapes([node], self._shapes)
@@ -81,7 +81,7 @@ class OnnxConverter:
         return self._at[name]
 
     def _weight(self, step: OnnxNode, number: int, rank: int) -> str:
-        """Return the name of a constant input of so many dimensions; empty where it is left out."""
+        """Return the name of a constant input with this number of dimensions; empty if the input is left out."""
         if number >= len(step.inputs) or not step.inputs[number]:
             return ""
         name = step.inputs[number]
@@ -312,7 +312,7 @@ _EXPORT: Final = (
 
 
 def _reader(array: npt.NDArray[Any]) -> TensorReader:
-    """Return a tensor in memory, which is read as those of files are."""
+    """Return the reader of a tensor in memory."""
     dtype = _DTYPES.get(str(array.dtype), str(array.dtype))
 
     def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
@@ -323,7 +323,7 @@ def _reader(array: npt.NDArray[Any]) -> TensorReader:
 
 
 class OnnxFile:
-    """An open ONNX file; config: what a config.json would say of it."""
+    """An open ONNX file; config: the contents of a config.json for it."""
 
     def __init__(self, path: Path, config_beside: Mapping[str, Any]) -> None:
         """Read `path`; config_beside: the config.json of its directory, for labels. Raises ModelError."""
@@ -369,7 +369,7 @@ def _load(path: Path) -> tuple[Any, list[FileStamp]]:
         load_external_data_for_model(model, os.fspath(path.parent))
     except ModelError:
         raise
-    except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to
+    except Exception as error:  # protobuf and onnx may raise any error for damaged bytes
         raise ModelError(f"{path} cannot be read as ONNX ({error}): {explain_file(path)}") from error
     opset = max((used.version for used in model.opset_import if used.domain in ("", "ai.onnx")), default=1)
     if opset < _OPSET:
@@ -384,7 +384,7 @@ def _external_files(graph: Any) -> set[str]:
 
 
 def _constants(graph: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield initialisers, and what nodes say that is constant."""
+    """Yield initialisers and constants of nodes."""
     from onnx import numpy_helper
 
     for tensor in graph.initializer:
@@ -438,7 +438,7 @@ def _input(path: Path, graph: Any, constants: Mapping[str, Any]) -> tuple[int, s
 
 
 def _config(size: int, nodes: list[dict[str, Any]], dims: tuple[int, ...], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json would say: a classifier if the answer is a row, else a map."""
+    """Return a config.json: of a classifier if the answer is a row, else of a map."""
     config: dict[str, Any] = {"model_type": "convnet", "image_size": size, "nodes": nodes}
     if len(dims) == 3:
         return {**config, "architectures": ["ConvNet"]}

@@ -34,10 +34,10 @@ _MAX_HEADER: Final = 100_000_000  # the format's own limit
 
 
 class RowsFile:
-    """An open file that is read by ranges of rows; tensors: by name, set by subclasses."""
+    """An open file of tensors; `tensors`: their readers by name, set by subclasses."""
 
     tensors: Mapping[str, TensorReader]
-    #: Storages that matrices were in, and the wider ones that they are read as.
+    #: The wider storages to which matrices are converted on reading, by storages in the file.
     widened: dict[str, str]
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +130,7 @@ def _is_packed(blocks: TensorReader, scales: TensorReader) -> bool:
 
 
 def _packed(blocks: TensorReader, scales: TensorReader) -> TensorReader:
-    """Return matrices [..., out, in] in MXFP4, which are read in the wider storage.
+    """Return the reader of matrices [..., out, in] in MXFP4, which widens them.
 
     In GGUF the low halves of bytes are the first values of a block; here two neighbours share a byte.
     """

@@ -126,7 +126,7 @@ def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _class(options: JsonConfig, config: Mapping[str, Any]) -> TokenizerClass | None:
-    """Return the class named by the files, else by the model's type; None if tokenizer.json counts as it is."""
+    """Return the class named by the files, else that of the model_type; None if tokenizer.json is used alone."""
     named = options.get("tokenizer_class", config.get("tokenizer_class"))
     kind = str(tokenizer_class(str(config.get("model_type"))) if named is None else named).removesuffix("Fast")
     if kind in AS_IT_IS or kind == "None":
@@ -327,7 +327,7 @@ def _built(
 
 
 def _with_mask(data: Mapping[str, Any], mask: str, options: JsonConfig) -> Iterable[dict[str, Any]]:
-    """Yield the added tokens, with the mask token among the words; the newest file says how it matches."""
+    """Yield the added tokens, including a mask token that is in the vocabulary; the newest file sets its matching."""
     entries = data.get("added_tokens") or []
     stated = options.get("added_tokens_decoder", None) or {}
     entry = next((t for t in entries if t["content"] == mask), None)

@@ -38,7 +38,7 @@ _CLIP_OLD_WORDS: Final = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{
 _CLIP_WORDS: Final = rf"<\|startoftext\|>|<\|endoftext\|>|{_CLIP_OLD_WORDS}"
 _CLIP_TOKENS: Final = dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>") | {"bos": "<|startoftext|>"}
 _GEMMA_TOKENS: Final = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
-_MARK: Final = "\u2581"  # what stands for a space
+_MARK: Final = "\u2581"  # replaces a space
 _SPACES: Final = {"type": "WhitespaceSplit"}
 _SINGLE_SPACES: Final = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
 _STRIP: Final = {"type": "Strip", "strip_left": True, "strip_right": True}
@@ -59,14 +59,14 @@ class TokenizerClass(NamedTuple):
     pre_tokenizer: Callable[[JsonConfig, Part], Part]
     #: Roles of the tokens before and after a text.
     around: tuple[str, str] | None
-    #: Put them around texts whatever tokenizer.json says.
+    #: Put them around texts even if tokenizer.json does not.
     always: bool
     decoder: Part
     #: Vocabulary files that replace a missing tokenizer.json.
     files: tuple[str, ...] = ()
     #: Token types differ between the halves of a pair; None if versions differ.
     typed: bool | None = None
-    #: Two separators stand between the halves.
+    #: Two separators are between the texts of a pair.
     doubled: bool = False
 
 

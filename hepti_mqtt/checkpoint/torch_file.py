@@ -1,4 +1,4 @@
-"""Reads ranges of rows from pytorch_model.bin without PyTorch, and without running what a pickle may hold.
+"""Reads ranges of rows from pytorch_model.bin without PyTorch, and without running code of the pickle.
 
 Since PyTorch 1.6 the file is an uncompressed ZIP archive: `data.pkl` names the storage and place of each tensor, and
 each storage is a member of its own. Names in the pickle that do not describe tensors are refused, so it runs no code.
@@ -33,12 +33,12 @@ _DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "BoolStorage": ("BOOL", 1),
 }
 _MAX_PICKLE_BYTES: Final = 64 << 20
-_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # of a ZIP member: signature, lengths of its name and of what follows
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # of a ZIP member: signature, lengths of name and extra field
 _CONVERT: Final = "save it as safetensors on a machine that has PyTorch: model.save_pretrained(DIR)"
 
 
 class _Storage(NamedTuple):
-    """A storage of the archive: what its elements are, the name of its member, how many elements."""
+    """A storage of the archive: type of its elements, name of its member, number of elements."""
 
     dtype: str
     item_bytes: int
@@ -96,7 +96,7 @@ class TorchFile(RowsFile):
                 f"{path} cannot be read ({error}): it is incomplete, of PyTorch before 1.6, or not a dictionary of "
                 f"tensors; copy it again, or {_CONVERT}"
             ) from error
-        except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+        except Exception as error:  # a damaged pickle may raise any error
             self.close()
             raise ModelError(f"{path} cannot be read ({error!r}); copy it again, or {_CONVERT}") from error
 

@@ -40,7 +40,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
-    """Yield the tensors of an ALBERT, from the stem to the head; those of a layer once."""
+    """Yield the tensors of an ALBERT, from the stem to the head; all layers share the tensors of one."""
     base, h = ("albert.", ""), spec.hidden
     yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in", "predictions.decoder")
     yield from text.layer_tensors(spec, _SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)

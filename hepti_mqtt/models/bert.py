@@ -40,12 +40,12 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     task, roberta = ARCHITECTURES[architecture], architecture.startswith(_ROBERTA)
     types, offset = config.positive("type_vocab_size", 2), 0
     if roberta:
-        # Position pad_token_id is the padding's own, so the first token stands at the next one.
+        # Position pad_token_id belongs to padding, so the first token has the next position.
         pad = config.get("pad_token_id", 1)
         if not isinstance(pad, int) or pad < 0:
             raise config.bad_value("pad_token_id", "an integer >= 0", pad)
         offset = pad + 1
-    # Before the vocabulary RoBERTa has gelu, whatever its layers use.
+    # RoBERTa's dense layer before the vocabulary has gelu, independent of its layers.
     fill = "gelu" if roberta else config.activation()
     head = text.task_head(task, config, extras, pooler=True, fill=fill)
     return text.encoder_spec("bert", architecture, config, extras, head, types=types, offset=offset)

@@ -23,7 +23,7 @@ from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem, add_la
 
 
 class _Tower(NamedTuple):
-    """One architecture: which tower, and what its projection is called, if it has one."""
+    """An architecture: its tower, and the stored name of its projection, if it has one."""
 
     part: str
     projection: str = ""
@@ -36,7 +36,7 @@ ARCHITECTURES: Final[Mapping[str, _Tower]] = {
     "CLIPVisionModelWithProjection": _Tower(IMAGE, "visual_projection"),
 }
 _SIZES: Final = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "num_hidden_layers": 12, "projection_dim": 512}
-# What transformers takes where a file says nothing.
+# Defaults of missing keys in transformers.
 _TEXT: Final = _SIZES | {
     "model_type": "clip_text_model", "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048,
     "num_attention_heads": 8, "max_position_embeddings": 77, "eos_token_id": 49407,
@@ -55,7 +55,7 @@ TOWERS: Final = {
 }
 TOKENIZER_CLASSES: Final = {"clip_text_model": "CLIPTokenizer", "clip": "CLIPTokenizer"}
 PICTURE_CLASSES: Final = {"clip_vision_model": "CLIP", "clip": "CLIP"}
-OLD_END: Final = 2  # what files say that were written before the true one counted
+OLD_END: Final = 2  # wrong end token in older files, in place of the highest id
 LAYER: Final = {
     "attention_norm": "layer_norm1",
     "query": "self_attn.q_proj",
@@ -88,7 +88,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 def tower_spec(
     family: str, architecture: str, part: str, config: JsonConfig, extras: Mapping[str, Any], classes: Mapping[str, str]
 ) -> ModelSpec:
-    """Return what towers have alike; raises ModelError, UnsupportedModelError.
+    """Return the parts of the spec that both towers share; raises ModelError, UnsupportedModelError.
 
     classes: of transformers that make pixels, by model_type.
     """

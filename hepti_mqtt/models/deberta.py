@@ -27,7 +27,7 @@ _TERMS: Final = {"c2p", "p2c"}
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DeBERTa-v2 or v3; raises ModelError, UnsupportedModelError."""
     hidden, rows = config.positive("hidden_size"), config.positive("max_position_embeddings")
-    # By the defaults of the reference, which are those of no published model.
+    # Defaults of the reference; no published model relies on them.
     config.require_one_of("relative_attention", False, True)
     config.require_one_of("share_att_key", False, True)
     config.require_one_of("position_biased_input", True, False)
@@ -67,7 +67,7 @@ def _require_both_terms(config: JsonConfig) -> None:
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DeBERTa, from the stem to the head."""
     base, h = _BASE_NAMES, spec.hidden
-    # Distances are all that says where tokens are.
+    # Only distances tell positions.
     yield from (source for source in text.stem_tensors(spec, base) if source.name != "stem.position")
     for i in range(spec.layers):
         here, stored = f"layers.{i}.", f"encoder.layer.{i}."
@@ -80,7 +80,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 
 def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:
-    """Return the source of what a dense layer makes of the embeddings of distances."""
+    """Return the source of a table: the embeddings of distances after a dense layer."""
     distances = prefixed(_BASE_NAMES, "encoder.rel_embeddings.weight")
     source = table(name, distances, spec.block.buckets, spec.hidden)
     matrix, bias = (prefixed(_BASE_NAMES, f"{layer}.{part}") for part in ("weight", "bias"))

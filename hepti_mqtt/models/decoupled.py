@@ -118,7 +118,7 @@ def graph(net: GraphBuilder, spec: DecoupledSpec, shape: PackedBatch, refs: Mapp
 def reference(
     spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for what a request brings, in plain NumPy."""
+    """Return (final hidden states [m, h], the task's output) for a request's input, in plain NumPy."""
     pictures = spec.image is not None
     x = (
         patches.reference_embed(spec, tensors, inputs)

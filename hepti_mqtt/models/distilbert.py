@@ -17,7 +17,7 @@ LAYER: Final = {
     "attention_out": "attention.out_lin", "attention_norm": "sa_layer_norm",
     "mlp_up": "ffn.lin1", "mlp_down": "ffn.lin2", "mlp_norm": "output_layer_norm",
 }  # fmt: skip
-# The reference has these in its code, whatever config.json says.
+# Constants of the reference's code; config.json cannot change them.
 _EPS: Final = 1e-12
 _NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 

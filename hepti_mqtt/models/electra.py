@@ -18,10 +18,10 @@ TOKENIZER_CLASSES: Final = {"electra": "BertTokenizer"}
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of an ELECTRA; raises ModelError, UnsupportedModelError."""
     task = ARCHITECTURES[architecture]
-    # Both dense layers of its heads have gelu, whatever its layers use.
+    # Both dense layers of its heads have gelu, independent of its layers.
     head = text.task_head(task, config, extras, pooler=False, classify="gelu", fill="gelu")
     types, width = config.positive("type_vocab_size", 2), config.positive("embedding_size", 128)
-    width *= width != config.positive("hidden_size")  # no projection where they are the same
+    width *= width != config.positive("hidden_size")  # equal widths need no projection
     return text.encoder_spec("electra", architecture, config, extras, head, types=types, width=width)
 
 

@@ -1,7 +1,7 @@
-"""Towers that see for a decoder: encoders of pictures; their rows replace tokens in its prompt.
+"""Towers of pictures for decoders: encoders whose rows replace tokens in a decoder's prompt.
 
 SmolVLM and Idefics 3 (Laurençon et al., 2024) put the patches of each square side by side, Gemma 3 (2025) takes their
-mean and norms it; one matrix makes h columns of the decoder of them. n patches of p x p pixels, s patches of a side of
+mean and norms it; then a matrix leads to the decoder's columns. n patches of p x p pixels, s patches of a side of
 a square, h hidden, w columns of the decoder, B pictures.
 """
 
@@ -30,15 +30,15 @@ from hepti_mqtt.models.views import Views, read_views
 
 
 class _Joint(NamedTuple):
-    """How the rows of a tower become rows of a decoder."""
+    """The layers between a tower's rows and a decoder's."""
 
     pooling: Pooling
-    #: What a checkpoint calls the tower, and the matrix to the decoder's columns.
+    #: Alternative stored prefixes of the tower, and names of the matrix to the decoder's columns.
     bases: tuple[str, ...]
     matrix: tuple[str, ...]
-    #: and the norm before the matrix, if there is one
+    #: Names of the norm before the matrix, empty without one.
     norm: tuple[str, ...] = ()
-    #: the matrix is stored as [in, out]
+    #: The matrix is stored as [in, out].
     upright: bool = False
 
 
@@ -61,7 +61,7 @@ MODEL_TYPES: Final = {
     "Idefics3VisionTransformer": "idefics3_vision",
     "SmolVLMVisionTransformer": "smolvlm_vision",
 }
-# What transformers takes where a file says nothing.
+# Defaults of missing keys in transformers.
 _IDEFICS: Final = {
     "model_type": "idefics3_vision", "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_channels": 3, "image_size": 224, "patch_size": 32,
@@ -75,7 +75,7 @@ _LLAMA: Final[Mapping[str, Any]] = {
 
 
 def _of_idefics(whole: JsonConfig) -> dict[str, dict[str, Any]]:
-    """Return what each model's config.json takes from the whole one; raises ModelError, UnsupportedModelError."""
+    """Return `Towers.taken`; raises ModelError, UnsupportedModelError."""
     text = JsonConfig(f"{whole.file}: text_config", whole.get("text_config", {}))
     text.require_one_of("model_type", "llama", "llama")
     for key in ("qk_layer_norms", "use_resampler"):
@@ -100,7 +100,7 @@ _SIGLIP: Final[Mapping[str, Any]] = {
 
 
 def _of_gemma(whole: JsonConfig) -> dict[str, dict[str, Any]]:
-    """Return what each model's config.json takes from the whole one; raises ModelError, UnsupportedModelError."""
+    """Return `Towers.taken`; raises ModelError, UnsupportedModelError."""
     text = JsonConfig(f"{whole.file}: text_config", whole.get("text_config", {}))
     text.require_one_of("model_type", _GEMMA["model_type"], _GEMMA["model_type"])
     text.require_one_of("use_bidirectional_attention", False, False)

@@ -50,7 +50,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     config.check_keys(_WINDOWS)
     hidden = config.positive("n_embd")
     vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
-    end_tokens(config, extras, vocab)  # what would change the text is refused
+    end_tokens(config, extras, vocab)  # raises for keys that would change the text
     return ModelSpec(
         family="gpt2",
         architecture=architecture,
@@ -84,7 +84,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one run, which reads what `causal.add_inputs` says -> the next token's logits of each item."""
+    """Add the graph of one run: the inputs of `causal.add_inputs` -> the next token's logits of each item."""
     h, eps, lengths = spec.hidden, spec.norm_eps, shape.lengths
     at, ids, heat, _ = causal.add_inputs(net, shape, spec.hidden)
     tables = [refs["stem.word"], refs["stem.position"]]

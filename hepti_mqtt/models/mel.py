@@ -28,7 +28,7 @@ _FILES: Final = {"preprocessor_config.json": None, "processor_config.json": "fea
 
 
 def check_preprocessor(extras: Mapping[str, Any], bands: int, frames: int) -> None:
-    """Raise UnsupportedModelError where a model's files make other frames of sound; frames: of the longest."""
+    """Raise UnsupportedModelError if a model's files ask for other frames of sound; frames: of the longest sound."""
     for file, inside in _FILES.items():
         data = extras.get(file, {})
         config = JsonConfig(file, data if inside is None else data.get(inside, {}))

@@ -21,7 +21,7 @@ LAYER: Final = BERT_LAYER | {
     "query": "attention.attn.q", "key": "attention.attn.k", "value": "attention.attn.v",
     "attention_out": "attention.attn.o", "attention_norm": "attention.LayerNorm",
 }  # fmt: skip
-# The reference has these in its code, whatever config.json says.
+# Constants of the reference's code; config.json cannot change them.
 _PADDING: Final = 1
 _BUCKETS, _FARTHEST = 32, 128
 

@@ -16,7 +16,7 @@ from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
 ARCHITECTURES: Final = text.architectures("NomicBert", "Gte", without="ForQuestionAnswering")
 TOKENIZER_CLASSES: Final = {"nomic_bert": "BertTokenizer", "gte": "XLMRobertaTokenizer"}
-# Code that checkpoints bring and that is computed here.
+# Code in checkpoints that this module replaces.
 KNOWN_CODE: Final = (
     "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.",
     "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.",
@@ -40,7 +40,7 @@ _GTE: Final = {
     "mlp_down": "mlp.down_proj",
     "mlp_norm": "mlp_ln",
 }
-# As the first NomicBERTs have them.
+# Keys of the first NomicBERTs, with their present names.
 _OLD_NAMES: Final = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",

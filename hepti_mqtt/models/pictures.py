@@ -48,11 +48,11 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What a class of transformers does where its file says nothing; None: it differs between versions."""
+    """Defaults of a class of transformers; None: versions differ."""
 
     size: int | dict[str, int] | None
     resample: int | None
-    square: bool = False  # what an integer as size means
+    square: bool = False  # an integer size is both sides, else the shorter side
     crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
     cut: int = 224  # size of a crop without `crop_size`
@@ -75,7 +75,7 @@ _CLASSES: Final[Mapping[str, _Class]] = {
 
 
 def processor_file(extras: Mapping[str, Any]) -> JsonConfig:
-    """Return the file that says how pictures become pixels; raises ModelError if there is none."""
+    """Return the file with the rules for pictures; raises ModelError if there is none."""
     whole = extras.get(PROCESSOR)
     inside = whole.get("image_processor") if isinstance(whole, Mapping) else None
     if inside is not None:
@@ -143,7 +143,7 @@ class Preprocessor:
         return _CLASSES[kind]
 
     def _resample(self) -> int:
-        """Return the number of Pillow's filter; raises ModelError where it is unknown."""
+        """Return the number of Pillow's filter; raises ModelError if it is unknown."""
         return filter_number(self.config, self._class.resample if self._class is not None else None)
 
     def pixel_scale(self) -> tuple[tuple[float, ...], ...]:

@@ -30,7 +30,7 @@ _SIZES: Final = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
-# What transformers takes where a file says nothing.
+# Defaults of missing keys in transformers.
 _TEXT: Final = _SIZES | {"model_type": "siglip_text_model", "vocab_size": 32000, "max_position_embeddings": 64}
 _IMAGE: Final = _SIZES | {
     "model_type": "siglip_vision_model", "num_channels": 3, "image_size": 224, "patch_size": 16,

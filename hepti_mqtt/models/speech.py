@@ -94,7 +94,7 @@ class SpeechRun:
 
 @dataclass(frozen=True, slots=True)
 class SpeechInput:
-    """A request brings i32 [1 + m + n]: rows of the cache, m ids, then n = 2 S bands frames in fixed point, if any.
+    """The input is i32 [1 + m + n]: rows in the cache, m ids, then n = 2 S bands frames in fixed point, if any.
 
     A run that aligns tokens has `EXTENT` numbers in place of frames: which of the m tokens and S rows count.
     vocab: V. bands: of a frame. longest: the rows of the longest recording. positions: C.
@@ -110,7 +110,7 @@ class SpeechInput:
         return self.vocab
 
     def shape(self, size: int | None = None) -> SpeechRun:
-        """Return the first run of a recording that is about so large, in its window, else the longest run."""
+        """Return the first run of a recording of about this size, in its window; None: the longest run."""
         if size is None:
             return SpeechRun(self.positions, self.longest, self.positions)
         tokens = min(PROMPT, self.positions)
@@ -281,7 +281,7 @@ class SpeechTokens:
 def speech_tokens(
     ids: Mapping[str, int], vocab: int, config: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> SpeechTokens:
-    """Return the tokens of a model by the ids of its tokenizer; raises ModelError where one is missing.
+    """Return the tokens of a model by the ids of its tokenizer; raises ModelError if one is missing.
 
     generation_config.json, else config.json, names the suppressed tokens, by either program's keys.
     """

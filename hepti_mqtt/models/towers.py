@@ -29,7 +29,7 @@ class Similarity(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """What a checkpoint calls the numbers of a `Similarity`: the logarithm of its factor, and its bias, if any.
+    """Stored names of the numbers of a `Similarity`: `scale`, the logarithm of its factor, and its bias, if any.
 
     shape: as they are stored.
     """
@@ -46,20 +46,20 @@ class Matching(NamedTuple):
 
 @dataclass(frozen=True)
 class Towers:
-    """The models of a checkpoint, in order: each by its name, with its architecture and what a missing key means."""
+    """The models of a checkpoint, in order: (architecture, defaults of missing keys of config.json) by name."""
 
     models: Mapping[str, tuple[str, Mapping[str, Any]]]
-    #: how texts and pictures are compared, if they are
+    #: How texts and pictures are compared; None: they are not.
     matching: Matching | None = None
-    #: keys of the whole file that each of them reads
+    #: Keys of the whole file that each model reads.
     shared: tuple[str, ...] = ()
-    #: a second section of the file, `..._dict`, counts
+    #: A second section of the file, `..._dict`, overrules the first.
     overruled: bool = False
-    #: return what else each model's config.json takes from the whole file; null takes a key out
+    #: Return further keys of each model's config.json, from the whole file; null removes a key.
     taken: Callable[[JsonConfig], Mapping[str, Mapping[str, Any]]] = lambda _: {}
-    #: by model, prefixes of stored names and their canonical prefixes
+    #: By model: the prefix of its own stored names, by the checkpoint's prefix.
     renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    #: the first model reads rows of pictures from the second
+    #: The first model is a decoder, whose prompts may have rows of pictures from the second.
     sees: bool = False
 
     def configs(self, whole: JsonConfig) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How a model looks at a picture: its views, squares of one size, and what stands for them in text.
+"""Views of a picture for a decoder: squares of one size, and the tokens that stand for them in a prompt.
 
 A processor of transformers makes one view of a small picture, and several of a large one: parts of it, and all of it.
 Of its files every key is read, has no effect, or is refused.
@@ -30,13 +30,13 @@ _NO_EFFECT: Final = frozenset({
 
 
 class Cut(NamedTuple):
-    """How one picture becomes views."""
+    """The division of a picture into views."""
 
-    #: sizes that the whole picture gets, one after the other: width, height
+    #: Sizes (width, height) to which the whole picture is resized, one after the other.
     sizes: tuple[tuple[int, int], ...]
-    #: parts of the picture in its last size; parts of another size are resized to a view
+    #: Parts of the picture in its last size; each is resized to a view.
     boxes: tuple[Box, ...]
-    #: of the parts, 0 where there are none
+    #: Rows and columns of the parts, 0 without parts.
     rows: int = 0
     columns: int = 0
 
@@ -64,11 +64,11 @@ class Views(ABC):
 
     @abstractmethod
     def written(self, cut: Cut) -> str:
-        """Return what stands in a prompt for the mark of a picture."""
+        """Return the text that replaces a picture's mark in a prompt."""
 
 
 def read_views(extras: Mapping[str, Any], side: int, rows: int) -> Views:
-    """Return how pictures are looked at by a tower that reads `side` pixels a side and gives `rows` rows a view.
+    """Return the processor of a tower that reads views of `side` x `side` pixels and returns `rows` rows for each.
 
     Raises ModelError, and UnsupportedModelError for unsupported options.
     """
@@ -228,7 +228,7 @@ _READ: Final[Mapping[str, tuple[Any, frozenset[str]]]] = {
 
 
 def expanded(text: str, mark: str, written: Sequence[str]) -> str | None:
-    """Return a text with what stands for each picture in place of its mark; None if their numbers differ."""
+    """Return a text with each picture's mark replaced; None if the numbers of marks and pictures differ."""
     pieces = text.split(mark)
     if len(pieces) != len(written) + 1:
         return None

@@ -173,7 +173,7 @@ def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -
                 stride=(step, 1),
                 pad=(1, 0, 1, 0),
                 source=(2 * rows, 1, source),
-                activation="gelu",  # whatever the layers have
+                activation="gelu",  # independent of the layers' activation
             )
         )
         source = h
@@ -188,7 +188,7 @@ def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -
 def reference(
     spec: SpeechSpec, t: plain.Tensors, inputs: plain.Array, shape: SpeechRun
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (the encoder's states [S, h], logits or, where they are wanted, the states), without a cache."""
+    """Return (the encoder's states [S, h], the answer: logits, or the states if wanted), without a cache."""
     if inputs[0] != 0 or not shape.encodes:
         raise UnsupportedModelError("the reference reads whole texts; give it the sound and all tokens from the first")
     m, rows, kind = shape.tokens, shape.rows, t["stem.sound_position"].dtype.type

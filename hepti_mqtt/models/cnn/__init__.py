@@ -1,1 +1,1 @@
-"""The family of convolutional nets: `family.py` first, which says what it reads, and how."""
+"""The family of convolutional nets: begin with `family.py`."""

@@ -23,7 +23,7 @@ class NodeBuilder:
 
     @property
     def dims(self) -> Dims:
-        """Return the shape of what was added last."""
+        """Return the shape of the last added tensor."""
         return self._shapes[self.current]
 
     def shape_of(self, name: str) -> Dims:
@@ -87,7 +87,7 @@ class NodeBuilder:
         )  # fmt: skip
 
     def squeeze(self, names: tuple[str, str], columns: int, function: str, gate: str) -> str:
-        """Scale a map by what two dense layers, stored as convolutions, make of its means: to `columns` and back."""
+        """Scale a map by its means after two dense layers, to `columns` and back; they are stored as convolutions."""
         x, channels = self.current, self.dims[2]
         self.add_node(nodes.GlobalAverage(name=f"{names[0]}.mean", inputs=(x,)))
         for name, n in zip(names, (columns, channels), strict=True):
@@ -130,7 +130,7 @@ def round_channels(channels: float, by: int = 8, least: int = 8) -> int:
 
 
 def stages(config: JsonConfig, *usual: tuple[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return lists of integers of one length, one for each stage; usual: keys, with what they are by default."""
+    """Return lists of integers of one length, one for each stage; usual: the keys with their defaults."""
     columns = [tuple(integers(config, key, values, 1)) for key, values in usual]
     for (key, _), values in zip(usual, columns, strict=True):
         if not values or len(values) != len(columns[0]):

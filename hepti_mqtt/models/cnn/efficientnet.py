@@ -48,7 +48,7 @@ class _EfficientNet:
         self.even = frozenset(integers(config, "depthwise_padding", (), 0))  # blocks that are padded alike all around
 
     def width(self, channels: int) -> int:
-        """Return how many channels there are where the smallest of these nets has so many."""
+        """Return the scaled number of channels; channels: those of the smallest of these nets."""
         return round_channels(channels * self.by, self.divisor, self.divisor)
 
     def conv(self, here: str, name: str, norm: str, n: int, kernel: int = 1, stride: int = 1, **more: Any) -> None:

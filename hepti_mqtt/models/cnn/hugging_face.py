@@ -126,7 +126,7 @@ def mobilenet_v2(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     stack.classifier("classifier", labels)
 
 
-_EPS: Final = 1e-6  # of all of ConvNeXt's norms but the last one, whatever config.json says
+_EPS: Final = 1e-6  # of all of ConvNeXt's norms except the last; config.json cannot change it
 
 
 def convnext(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:

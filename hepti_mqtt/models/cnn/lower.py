@@ -89,7 +89,7 @@ def _needed(spec: CnnSpec, last: str) -> list[Node]:
 
 def _begins(needed: list[Node]) -> list[bool]:
     """Return the nodes that begin a layer: later nodes read a single earlier tensor, and real work begins."""
-    read = {x: i for i, node in enumerate(needed) for x in node.inputs}  # where each is read last
+    read = {x: i for i, node in enumerate(needed) for x in node.inputs}  # the last reader of each tensor
     out, open_until, last = [], -1, IMAGE
     for i, node in enumerate(needed):
         alone = open_until < i and read[last] >= i
@@ -150,7 +150,7 @@ class _NodeLowering:
         self.net.add_op(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
 
     def sum(self, node: nodes.Add) -> None:
-        """Add a sum: the tensor computed last comes last, so that its kernel adds the other."""
+        """Add a sum: the tensor that is computed later is the last input, so that its kernel adds the other."""
         first, second = sorted(node.inputs, key=lambda x: self.order.get(x, -1))
         self.net.sum(node.name, first, second, self.role(node))
 
@@ -217,7 +217,7 @@ class _NodeLowering:
 
 
 def _sees_once(reader: Node) -> bool:
-    """Return whether a node reads each pixel for one of its own alone."""
+    """Return whether each pixel of a node's result depends on one pixel of its input."""
     return isinstance(reader, Conv) and reader.kernel == reader.stride and not any(reader.pad)
 
 

@@ -60,7 +60,7 @@ def _torchvision(blocks: tuple[_Block, ...]) -> _Names:
     convs, squeezes, narrow = [], [], _STEM
     for place, block in enumerate(blocks):
         here = f"features.{place + 1}.block"
-        convolutions = 2 if block.wide != narrow else 1  # the convolutions before what squeezes
+        convolutions = 2 if block.wide != narrow else 1  # the convolutions before squeeze and excitation
         parts = [*range(convolutions), convolutions + block.squeezed]
         convs.append([(f"{here}.{part}.0", f"{here}.{part}.1") for part in parts])
         squeezes.append((f"{here}.{convolutions}.fc1", f"{here}.{convolutions}.fc2"))

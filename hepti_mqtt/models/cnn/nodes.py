@@ -19,7 +19,7 @@ from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.models.tensors import BatchNorm
 
 IMAGE: Final = "image"
-_TAKEN: Final = (IMAGE, "pixels", "rows", "answer")  # by what every graph has around a net
+_TAKEN: Final = (IMAGE, "pixels", "rows", "answer")  # names of tensors that every graph has around a net
 
 Pair = tuple[int, int]
 Pad = tuple[int, int, int, int]
@@ -111,7 +111,7 @@ class MaxPool(Window):
 
 @dataclass(frozen=True, kw_only=True)
 class AveragePool(MaxPool):
-    """The mean under the window; count_pad: what lies beyond the map counts as zeros."""
+    """The mean under the window; count_pad: cells beyond the map count as zeros."""
 
     count_pad: bool = False
 
@@ -242,7 +242,7 @@ def node_from_dict(data: Mapping[str, Any]) -> Node:
 
 
 def _check(node: Node) -> None:
-    """Raise ValueError for a field that cannot be what it should be."""
+    """Raise ValueError for a field of a wrong type or value."""
     for field in fields(node):
         what, good = _FIELDS[str(field.type)]
         value = getattr(node, field.name)
@@ -325,7 +325,7 @@ class CnnSpec:
 
     @property
     def input_spec(self) -> ImageInput:
-        """Return what a request brings: pictures."""
+        """Return the description of a request's input: pictures."""
         return ImageInput(self.size, 3, shortest=self.shortest, square=self.square)
 
     @cached_property
@@ -358,7 +358,7 @@ class CnnSpec:
 
     @cached_property
     def hidden(self) -> str:
-        """Return the tensor that is the hidden state: what the last node reads if that is dense, else its result.
+        """Return the tensor that is the hidden state: the input of the last node if it is dense, else its result.
 
         Of a flattened map it is the map: a row of it would have another order than in a checkpoint.
         """

@@ -32,7 +32,7 @@ def _rows(x: Array) -> Array:
 
 
 def _places(node: nodes.Window, x: Array, beyond: float) -> Iterator[Array]:
-    """Yield what each place of a window sees of x [Y, X, C], over all positions: [y, x, C]."""
+    """Yield for each cell of a window the elements of x [Y, X, C] under it, at all positions: [y, x, C]."""
     top, left, bottom, right = node.pad
     sides = node.sides(x.shape)
     padded = np.pad(x, ((top, bottom), (left, right), (0, 0)), constant_values=beyond)

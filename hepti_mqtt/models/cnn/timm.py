@@ -1,4 +1,4 @@
-"""What timm's own config.json says, in the words of Hugging Face's files."""
+"""Translates timm's config.json to the keys of Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILTERS: Final = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # P
 
 
 def translated(config: Mapping[str, Any], extras: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return (config.json, the other files) as Hugging Face's libraries write them; as they are if timm wrote none.
+    """Return (config.json, the other files) with Hugging Face's keys; unchanged if timm did not write them.
 
     Raises ModelError, UnsupportedModelError for unsupported files.
     """

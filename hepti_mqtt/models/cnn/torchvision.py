@@ -91,7 +91,7 @@ def _bottleneck(stack: NodeBuilder, here: str, n: int, stride: int) -> None:
 
 
 def _joined(stack: NodeBuilder, here: str, x: str, y: str, n: int, stride: int) -> None:
-    """Add what a block read to its result, through a convolution where their shapes differ."""
+    """Add a block's input to its result, through a convolution if their shapes differ."""
     if stack.shape_of(x) != stack.shape_of(y):
         stack.current = x
         x = stack.conv(f"{here}.downsample.0", n, 1, stride, norm=BatchNorm.under(f"{here}.downsample.1"))
