@@ -102,11 +102,11 @@ class Kernel:
     reference_function: Reference
     #: (op, slots) -> the work of an op, for the cost model
     work: Estimate
-    #: whether `jit.compile_all` compiles its code, and `compile_first` does not
+    #: only `jit.compile_all` compiles its code, not `compile_first`
     later: bool = False
-    #: (op, slots) -> the most bytes that a run takes in addition to its slots, if as large as a slot or part of a cache
+    #: (op, slots) -> scratch bytes of a run; 0 if they are small compared with the slots
     scratch_bytes: Scratch = _no_scratch
-    #: whether a bound op's notes about its matrices do not grow with their columns
+    #: the size of a bound op's tables of matrices does not depend on their columns
     by_matrix: bool = False
 
     def bind(self, op: Compute, slots: Slots, weights: Weights, pool: Workers) -> BoundKernel:
@@ -142,7 +142,7 @@ class Check:
         cls, op: Compute, slots: Slots, reads: int | None, writes: int = 1, rank: int | None = None,
         dtypes: tuple[str, str] | None = ("f32", "f32"),
     ) -> Check:  # fmt: skip
-        """Return the checks of an op that reads and writes so many slots of a rank and of these dtypes.
+        """Return the checks of an op with these numbers of slots, rank and dtypes (of reads, of writes).
 
         reads: None for one or more. rank, dtypes: None for any.
         """
@@ -212,7 +212,7 @@ def _kind(weight: Weight) -> str:
 
 
 def norm_of(check: Check, weights: Weights, h: int) -> tuple[NDArray[np.float32], NDArray[np.float32], np.float32, int]:
-    """Return (gamma [h], beta [h], eps, 1 where rows are centred) of an op that norms rows.
+    """Return (gamma [h], beta [h], eps, 1 if rows are centred else 0) of an op that norms rows.
 
     weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred), gamma_offset (added
     to gamma) and divisor (of that sum).
@@ -226,7 +226,7 @@ def norm_of(check: Check, weights: Weights, h: int) -> tuple[NDArray[np.float32]
 
 
 def row_parts(rows: int, columns: int, pool: Workers) -> Parts:
-    """Return ranges of rows for the threads of `pool`; one range where threads cannot pay."""
+    """Return ranges of rows for the threads of `pool`; one range if there is too little work for several threads."""
     return ranges(rows, min(pool.threads, 1 + rows * columns // ROWWISE_GRAIN), rows * columns)
 
 
@@ -264,7 +264,10 @@ def items_of(op: Compute, rows: int) -> tuple[int, ...]:
 
 
 def refuse_at(op: Compute, lengths: Sequence[int], size: int, what: str) -> Callable[..., None]:
-    """Return what raises ValueError if new rows of items do not lie in `size`; they begin at its last i32 array."""
+    """Return a function of a call's arguments that raises ValueError if new rows of items lie outside 0..size.
+
+    lengths: new rows of each item; they begin at the positions in the last i32 argument. what: the unit of size.
+    """
 
     def refuse(*arguments: Any) -> None:
         at = [a for a in arguments if isinstance(a, np.ndarray) and a.dtype == np.int32][-1]

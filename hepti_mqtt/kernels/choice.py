@@ -61,7 +61,7 @@ class Choice:
         return self._threads[self.next]
 
     def note(self, place: int, seconds: float, woke: bool = False) -> None:
-        """Take what a run with threads[place] took, and decide on the next. woke: unused threads had to be woken."""
+        """Record the time of a run with threads[place], and choose the next; woke: unused threads had to be woken."""
         if woke and self._wakes < _WAKES:
             self._wakes += 1
             return
@@ -78,7 +78,7 @@ class Choice:
         means, runs = self._means, self._seen[place]
         self._seen[place] = min(runs + 1, _WINDOW)
         if not runs:
-            return  # the first finds nothing in the caches
+            return  # the first run has cold caches
         mean = means[place]
         seconds = min(seconds, _OUTLIER * mean)
         means[place] = seconds if runs == 1 else mean + (seconds - mean) / runs
@@ -88,7 +88,7 @@ class Choice:
         self._best = min(range(len(means)), key=lambda i: means[i] * self._threads[i] ** _WORTH)
 
     def _turn(self) -> None:
-        """End a try, or begin one of what was not tried for longest, unless it would cost too much."""
+        """End a try, or begin one of the number not tried for longest, unless it would cost too much."""
         untried = 0 in self._seen
         may_try = untried or not self._trying
         self.next, self._left, self._trying = self._best, _BETWEEN, False

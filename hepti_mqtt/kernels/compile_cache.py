@@ -20,8 +20,8 @@ _log: Final = logging.getLogger("hepti.kernels")
 
 
 def make_robust(cache: Any, stamp: str) -> None:
-    """Give a kernel's cache the stamp of its sources, and let nothing but its code come from it, or nothing."""
-    # Not public in Numba: where a version lacks it, Numba's own stamp stays, and a test says so.
+    """Give a kernel's cache the stamp of its sources, and make it return this kernel's complete code or None."""
+    # Private in Numba: without it Numba's own stamp stays, and a test fails.
     if (file := getattr(cache, "_cache_file", None)) is not None:
         _make_files_robust(file, stamp)
     load, save = cache.load_overload, cache.save_overload
@@ -45,7 +45,7 @@ def make_robust(cache: Any, stamp: str) -> None:
 
 
 def is_cached(cache: Any, arguments: tuple[Any, ...], codegen: Any) -> bool:
-    """Return whether a kernel's cache has its code, whole; also False where this version of Numba cannot tell."""
+    """Return whether a kernel's cache has its complete code; False if this version of Numba cannot tell."""
     try:
         return cache._cache_file.load(cache._index_key(arguments, codegen)) is not None
     except Exception as error:  # pickle raises nearly anything for a damaged file
@@ -64,9 +64,9 @@ def _make_files_robust(file: Any, stamp: str) -> None:
             return {}
 
     def save_code_first(key: Any, code: Any) -> None:
-        """Save as Numba does, but name code in the index when it is there: what ends between the two does no harm.
+        """Save as Numba does, but add code to the index after it is written, so an interruption does no harm.
 
-        Of two kernels that share a file, as processes left them that saved at once, one has not its own code.
+        Two kernels share a file if two processes saved at the same time; then this kernel gets a file of its own.
         """
         index = file._load_index()
         names, name = list(index.values()), index.get(key)

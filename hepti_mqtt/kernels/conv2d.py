@@ -268,7 +268,7 @@ def winograd(
 
 # A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay in the cache for all tiles.
 DEPTH: Final = 512
-# Below so many channels a row of a patch is one piece of memory, in a copy of the map with its border.
+# With fewer channels the map is copied with its border, so that a row of a patch is contiguous.
 _FEW_CHANNELS: Final = 16
 # Activations that cut to low..high are done in registers.
 _LIMITS: Final = {NONE: (-math.inf, math.inf), RELU: (0.0, math.inf), RELU6: (0.0, 6.0)}

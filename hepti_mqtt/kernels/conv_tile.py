@@ -165,11 +165,11 @@ places_tile: Final = lowered(_emit("places", TILE), _plain("places"))
 depthwise_tile: Final = lowered(_emit("depthwise", TILE), _plain("depthwise"))
 
 
-# Products of a tile, and how many outputs it has.
+# Numbers of products and outputs of a tile.
 PRODUCTS: Final = 16
 OUTPUTS: Final = 4
 
-Ops = Any  # what adds, subtracts and halves: a `TransformWriter`, or `_Arrays` in plain Python
+Ops = Any  # writes sums, differences and halves: a `TransformWriter`, or `_Arrays` in plain Python
 Side = Callable[[Ops, Sequence[Any]], list[Any]]
 
 
@@ -231,7 +231,7 @@ class TransformWriter(VectorWriter):
 
 
 class _Arrays:
-    """Adds arrays, where nothing is compiled."""
+    """Adds arrays, in plain Python."""
 
     add, sub = staticmethod(np.add), staticmethod(np.subtract)
 

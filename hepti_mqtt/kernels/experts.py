@@ -130,7 +130,7 @@ def _gather(x: Any, out: Any, order: Any, by: int, first: int, stop: int) -> Non
     reads(float32, 2), TABLE, fills(uint8, 1), fills(float32, 1), INT, INT, INT, part=2, seldom=True,
 )  # fmt: skip
 def _prepare(x: Any, tiles: Any, taken: Any, words: Any, rounded: int, first: int, stop: int) -> None:
-    """Fill what some tiles read of the gathered rows x, as `block_product` prepares them."""
+    """Prepare gathered rows x for tiles first..stop, as `block_product` does: codes in `taken`, scales in `words`."""
     of_row = sizes_of_rows(1, x.shape[1], rounded)
     for t in range(first, stop):
         row, count = tiles[t, _FIRST], tiles[t, _COUNT]
@@ -179,7 +179,7 @@ def _multiply_blocks(
     taken: Any, words: Any, k: int, rounded: int, tiles: Any, matrices: Any, out: Any, residual: Any, first_panel: int,
     last_panel: int,
 ) -> None:  # fmt: skip
-    """Do what `_multiply` does with matrices in blocks; taken, words: of the rows, as `_prepare` fills them."""
+    """As `_multiply`, for matrices in blocks; taken, words: rows that `_prepare` has prepared."""
     n, digits = out.shape[1], 1 if rounded else DIGITS
     of_row = sizes_of_rows(1, k, rounded)
     sums, group = np.empty(ROWS[rounded] * WIDTH, np.float32), 0
@@ -249,7 +249,7 @@ class _Choices(NamedTuple):
 
 
 def _choices(logits: Operand, count: int, normed: bool, height: int) -> tuple[_Choices, Call]:
-    """Return where the choices of a run lie, and the call that finds them."""
+    """Return the arrays of a run's choices, and the call that fills them."""
     m, experts = logits.shape
     tiles = min(experts, m * count) + m * count // height
     choices = _Choices(
@@ -260,7 +260,7 @@ def _choices(logits: Operand, count: int, normed: bool, height: int) -> tuple[_C
 
 
 def _table_of(matrices: Weights, bias: Array | None) -> tuple[NDArray[np.int64], tuple[object, ...]]:
-    """Return the table of equal matrices, and what must live as long as it; bias: [E, columns], None for zeros."""
+    """Return the table of equal matrices, and the owners of its memory; bias: [E, columns], None for zeros."""
     width, rows, alive = _width(matrices), list[tuple[int, ...]](), list[object](matrices)
     columns = _columns(matrices)
     panels = -(-columns // width)
@@ -318,7 +318,7 @@ class _Products:
         return out
 
     def _prepared(self) -> tuple[Operand, Operand]:
-        """Return what tiles in blocks read of the rows, and add the call that fills it before the first product."""
+        """Return the prepared rows for matrices in blocks; add the call that prepares them before the first product."""
         if self._taken is None:
             (choices, k), tiles = self._rows.shape, self._choices.tiles.shape[0]
             octets, words = sizes(choices, k, int(self._rounded))

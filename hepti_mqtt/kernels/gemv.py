@@ -33,7 +33,7 @@ _NR: Final = TILE.width
 
 
 def panels_together(rows: int, tile: Tile) -> int:
-    """Return the number of panels of a tile of so many rows."""
+    """Return the number of panels of a tile of `rows` rows."""
     return panels_at_once(rows, tile.vectors, tile.lanes)
 
 

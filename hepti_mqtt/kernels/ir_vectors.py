@@ -1,4 +1,4 @@
-"""LLVM IR over vectors of f32: what all register tiles are written with, and the intrinsics that call them by size."""
+"""LLVM IR over vectors of f32: the writer of all register tiles, and the intrinsics that call tiles by size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class VectorWriter:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
     def enable(self, features: str) -> None:
-        """Let the function use what LLVM does not detect."""
+        """Enable features of the CPU that LLVM does not detect."""
         if features:
             # llvmlite's own `add` takes only attributes without a value.
             set.add(self.function.attributes, f'"target-features"="{features}"')
@@ -88,7 +88,7 @@ class VectorWriter:
         return cast(place, (kind or self.floats).as_pointer())
 
     def load(self, place: Any, kind: Any = None, align: int = 4) -> Any:
-        """Return the value at an address or pointer, a vector of f32 unless `kind` says other."""
+        """Return the value at an address or pointer; kind: its type, by default a vector of f32."""
         value = self.builder.load(self.pointer(place, kind))
         value.align = align
         return value
@@ -115,7 +115,7 @@ class VectorWriter:
         return b.bitcast(b.or_(b.select(special, infinite, b.bitcast(scaled, words)), sign), self.floats)
 
     def select(self, relation: str, a: Any, b: Any) -> Any:
-        """Return a where a `relation` b, else b; where either is NaN, b."""
+        """Return for each lane a if a `relation` b, else b; b if either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(relation, a, b), a, b)
 
     def within(self, value: Any, low: Any, high: Any) -> Any:
@@ -172,7 +172,7 @@ def loop(
 
 
 def _not_unrolled(module: ir.Module) -> Any:
-    """Return what a loop's last branch bears so that the compiler does one turn at a time."""
+    """Return the metadata for a loop's last branch that prevents unrolling."""
     mark = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
     mark.operands = (mark, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))
     return mark

@@ -59,7 +59,7 @@ def _address(array: NDArray[Any], p: int) -> int:
 
 @helper
 def adjacent(panels: Any, p: int, count: int, last: int, width: int, nbytes: int, scale_bytes: int) -> Any:
-    """Return `count` if so many panels from p on are adjacent, with biases and scales, else 1.
+    """Return `count` if the panels p..p + count are adjacent, with their biases and scales, else 1.
 
     nbytes, scale_bytes: of a panel's codes and scales.
     """

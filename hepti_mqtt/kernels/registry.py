@@ -1,6 +1,6 @@
 """The table of all kernels: a `Compute` op names one of them.
 
-The docstring of the module that defines a kernel says what it reads and writes, its weights and attributes.
+The docstring of a kernel's module lists the kernel's inputs, outputs, weights and attributes.
 """
 
 from __future__ import annotations

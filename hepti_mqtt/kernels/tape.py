@@ -280,10 +280,10 @@ class Tape:
         for row, call in enumerate(self.calls):
             if call.choice is not None:
                 self._choices.setdefault(call.choice, {}).setdefault(self.op_at(row), []).append(row)
-        #: for each choice the one in force: another for each size of work
+        #: The present `Choice` of each choice; a `SizedChoice` has one for each size of work.
         self._in_force = {each: each if isinstance(each, Choice) else pool.alone for each in self._choices}
         self._skips, self._bases = 0, list[int]()
-        #: of externals that grow where their extents are among these: addresses of the last run, and its extents
+        #: Place of each growing array's extent in `_addresses`, which has addresses, then extents, of the last run.
         self._extents = {self._externals[slot]: at for at, slot in enumerate(self._growing, len(self.slots))}
         self._addresses, self._base = [0] * (len(self.slots) + len(self._growing)), 0
         #: nanoseconds of each row, and whether the run under way adds to them
@@ -296,7 +296,7 @@ class Tape:
         self._delivered: Mapping[Slot, Array] = _NOTHING
         self._heads = dict[int, Array]()
         self._scratch = np.empty(0, np.uint8)
-        #: for each row with a choice its threads, and where its parts are
+        #: For each row with a choice: its number of threads, and the place of its parts.
         self._shares = np.zeros((len(self.calls), 4), np.int64)
         self._rows = np.zeros((len(self.calls), _COLUMNS), np.int64)
         self._choose()
@@ -410,7 +410,7 @@ class Tape:
         if not JIT:
             self._scratch = scratch
             return
-        # To read an address takes long, and most arrays are those of the last run, which live as long as they are here.
+        # Reading an address takes long, and most arrays are the same as in the last run; `_arrays` keeps them alive.
         if scratch is not self._scratch:
             self._scratch, self._base = scratch, scratch.__array_interface__["data"][0]
             self._base += -self._base % LINE_BYTES
@@ -457,7 +457,7 @@ class Tape:
         return (transfers.sent_head(self._descriptor(row), self._heads[row]), self.array_of(row)), sent
 
     def came(self, row: int) -> bytes:
-        """Return what came for a row that is AWAITED, and is not its frame."""
+        """Return the received bytes of an AWAITED row that are not its frame."""
         if row not in self._heads:
             return b""
         return transfers.came(self._descriptor(row), self._heads[row], self.array_of(row).data.cast("B"))

@@ -1,4 +1,7 @@
-"""Embeddings of words: rows of a table, or columns of a matrix in any storage, of all words or of a range of them."""
+"""Look-up of token embeddings: rows of a table, or columns of a matrix in any storage, of all tokens or of a range.
+
+The kernels of `stem.py` call it. A word is a token's number in the table.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from hepti_mqtt.kernels.elementary import ZERO, from_half
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, PackedMatrix, Weight
 
-# Where a word lies: first word and number of words of the range, width of a panel, values or bytes of a panel; then of
-# f32 how far apart values are, of narrow storages their kind.
+# Columns of `how`: first word and number of words of the range, width of a panel, values or bytes of a panel; then for
+# f32 the distance of a word's values, for narrow storages their kind.
 _FIRST, _COUNT, _WIDTH, _PANEL, _STEP = range(5)
 _KIND = _STEP
-# Kinds of narrow storages: bytes of a value (2: f16), or that of a block.
+# Kinds of narrow storages: int8 and f16 by the bytes of a value, then those in blocks in the order of BLOCK_STORAGES.
 _BYTES, _HALVES, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 1, 2, 3, 4, 5, 6, 7, 8
 _KINDS: Final = {"w8a8": _BYTES, "w8a32": _BYTES, "f16": _HALVES} | {s: 3 + i for i, s in enumerate(BLOCK_STORAGES)}
-_LARGE: Final = _Q4_K  # kinds from here on are of large blocks
-_OF_LARGE, _OF_SMALL = 256, 32
+_LARGE: Final = _Q4_K  # the first kind with large blocks; all later ones have them too
+_OF_LARGE, _OF_SMALL = 256, 32  # values of a large and of a small block
 
 
 @helper

@@ -24,13 +24,14 @@ MLP_IN_PROPORTION: Final = replace(MLP, in_proportion=True)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
-# Of every plan for several devices, whatever its method. The unit is the kernels' panel width: with cuts there, a
-# device's own tokens are a part of all its embeddings.
+# Tokens of the logits that each device computes, in a plan of any method for several devices. The unit is the kernels'
+# panel width, so a device's tokens are a view of its embedding table if it has the whole table.
 WORDS: Final = Share("words", roles.LOGITS, 1, unit=64)
-# The same tokens, in plans that also divide the token embeddings; such plans send more per token.
+# Tokens whose embeddings each device has: those of WORDS, in plans that divide the embedding table. They send more.
 EMBEDDINGS: Final = Share("embeddings", roles.EMBEDDINGS, 2)
 
-WORTH_SPLITTING: Final = 0.7  # of the root's time, because an exchange also costs time besides links and bytes
+# Logits are divided if that takes at most this part of the root's time alone: an exchange costs more than its bytes.
+WORTH_SPLITTING: Final = 0.7
 
 MAX_NAMED_DEVICES: Final = 64  # largest number of devices for which options have names
 
@@ -95,9 +96,9 @@ class Division(NamedTuple):
 
 
 def word_ranges(graph: Graph, root: int, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
-    """Return each device's tokens of the logits, by its speed in reading weights, or all on the root device.
+    """Return the tokens whose logits each device computes, by its speed in reading weights; or all at the root device.
 
-    A token takes the time of reading a matrix of all tokens, and only the logits or the likeliest tokens are sent.
+    Logits take the time of reading their matrix, and the others send their logits or their likeliest tokens.
     resources: of the devices; without them, links cost nothing.
     """
     given = resources or [DeviceResources()] * len(weights)
@@ -137,14 +138,15 @@ class Method:
     max_devices: int | None = None  #: None: any number
     equal_shares: bool = False  #: every device has the same share, whatever its speed
     keeps_cache: bool = False  #: the table places the keys and values of sessions
-    automatic: bool = True  #: False: the planner never chooses it, but it can be pinned
+    #: The planner considers it without a pin; if False, only with `for_throughput`.
+    automatic: bool = True
     fixed_shares: bool = False  #: the solved shares stay, in place of shares refined by the load of one request
     #: It divides few units, so the planner also varies shares step by step, because rounding hides a device's load.
     coarse: bool = False
     order_matters: bool = False  #: a device exchanges with its neighbours in the order of the plan
     #: A variant itself chooses devices and shares, for least energy; it needs the power of all devices.
     chooses_devices: Callable[[Options], bool] = lambda _: False
-    for_throughput: bool = False  #: the planner considers it if the objective is throughput
+    for_throughput: bool = False  #: the planner considers it without a pin if the objective is throughput
     #: The devices of each replica, for a method with plans of replicas.
     groups: Callable[[Options, Speeds], Sequence[Sequence[int]]] | None = None
     #: Number of leased tasks of a variant, 0 for none; its table then has a place per task and one for the root device.
