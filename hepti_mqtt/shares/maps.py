@@ -202,25 +202,25 @@ def is_rows_kind(kind: str) -> bool:
     return kind.startswith(_ROWS)
 
 
-def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
+def ranges_by_size(graph: Graph, _options: Options, speeds: Speeds, resources: Sequence[DeviceResources]) -> Shares:
     """Return rows of maps by size, and columns of dense layers, by the devices' speeds."""
-    rows = {rows_kind(n): apportion(n, weights) for n in map_heights(graph)}
-    speeds = single_row_speeds(weights, resources)
-    return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
+    rows = {rows_kind(n): apportion(n, speeds) for n in map_heights(graph)}
+    row_speeds = single_row_speeds(speeds, resources)
+    return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, row_speeds))}
 
 
-def modnn_shares(graph: Graph, _options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
+def modnn_shares(graph: Graph, _options: Options, speeds: Speeds, resources: Sequence[DeviceResources]) -> Shares:
     """Return the devices' relative speeds, and columns of the dense layers, assigned greedily."""
-    speeds = single_row_speeds(weights, resources)
-    whole = sum(weights) or 1.0  # relative, so that a plan's numbers stay short however often shares change
-    return {"speeds": tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: assign_greedily(n, speeds))
+    row_speeds = single_row_speeds(speeds, resources)
+    whole = sum(speeds) or 1.0  # relative, so that a plan's numbers stay short however often shares change
+    return {"speeds": tuple(w / whole for w in speeds)}, dense_ranges(graph, lambda n: assign_greedily(n, row_speeds))
 
 
-def single_row_speeds(weights: Speeds, resources: Sequence[DeviceResources]) -> Speeds:
+def single_row_speeds(speeds: Speeds, resources: Sequence[DeviceResources]) -> Speeds:
     """Return the devices' speeds at dense layers, which have one row and depend on memory, not arithmetic."""
     return [
         w if resource.row_flops_per_s is None or w <= 0 else resource.row_flops_per_s
-        for w, resource in zip(weights, resources, strict=True)
+        for w, resource in zip(speeds, resources, strict=True)
     ]
 
 
@@ -336,10 +336,10 @@ def tiles(op: Op) -> list[Mapping[int, IndexSet]]:
     return [{0: y, 1: x} for y, x in product(*sides) if y and x]
 
 
-def owned_tiles(op: Op, weights: Speeds) -> list[tuple[int, Mapping[int, IndexSet]]]:
+def owned_tiles(op: Op, speeds: Speeds) -> list[tuple[int, Mapping[int, IndexSet]]]:
     """Return the tiles of a map, each with its device: by shares, in order."""
     parts = tiles(op)
-    return [(i, at) for i, (first, stop) in enumerate(apportion(len(parts), weights)) for at in parts[first:stop]]
+    return [(i, at) for i, (first, stop) in enumerate(apportion(len(parts), speeds)) for at in parts[first:stop]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -528,19 +528,19 @@ def _scaled(rows: Array, bounds: Array, n: int, unit: float) -> tuple[Array, Arr
 
 
 def coedge_shares(
-    graph: Graph, weights: Speeds, resources: Sequence[DeviceResources], energy: bool = False
+    graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources], energy: bool = False
 ) -> tuple[float, ...]:
     """Return the shares of least time, or energy; by speed if none fit into memory, or if no map has rows.
 
     Without the power of all devices the objective is time. Raises ValueError if no shares meet the deadline.
     """
     if not map_heights(graph):
-        return tuple(weights)
-    costs = costs_of(graph, weights, resources)
+        return tuple(speeds)
+    costs = costs_of(graph, speeds, resources)
     shares = solve_shares(costs)
     if energy and all(resource.power is not None for resource in resources):
         shares = _least_energy(costs, resources, shares)
-    return tuple(map(float, weights if shares is None else shares))
+    return tuple(map(float, speeds if shares is None else shares))
 
 
 def _least_energy(costs: Costs, resources: Sequence[DeviceResources], fastest: Array | None) -> Array:
@@ -586,16 +586,16 @@ class _Held(NamedTuple):
     ready_s: Array
 
 
-def edgeflow_ranges(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> dict[str, tuple[Range, ...]]:
+def edgeflow_ranges(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) -> dict[str, tuple[Range, ...]]:
     """Return the ranges of every layer, each in turn with the least time of its last device."""
     site = _Site(
-        np.array(weights, float),
-        np.array(single_row_speeds(weights, resources), float),
+        np.array(speeds, float),
+        np.array(single_row_speeds(speeds, resources), float),
         np.array([x.bytes_per_s for x in resources]),
         np.array([x.latency_s for x in resources]),
     )
     held: dict[str, _Held] = {}
-    free = np.zeros(len(weights))
+    free = np.zeros(len(speeds))
     for unit in execution_units(graph):
         done = _done(unit, site, held, free)
         ranges, free = _divided(unit, done, free)

@@ -39,28 +39,28 @@ class Share:
         """Return the number of indices to share."""
         return graph.first_with_role(self.role).space[self.dim]
 
-    def cap_devices(self, graph: Graph, weights: Speeds) -> tuple[float, ...]:
-        """Return the weights, with the smallest as 0 if more devices have one than there are indices.
+    def cap_devices(self, graph: Graph, speeds: Speeds) -> tuple[float, ...]:
+        """Return the speeds, with 0 in place of the smallest if there are more devices than indices.
 
         graph: of the longest request. Otherwise the set of devices with a part would depend on a request's length.
         """
-        kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: self.unit_count(graph)]
-        return tuple(weight if i in kept else 0.0 for i, weight in enumerate(weights))
+        kept = sorted(range(len(speeds)), key=lambda i: -speeds[i])[: self.unit_count(graph)]
+        return tuple(speed if i in kept else 0.0 for i, speed in enumerate(speeds))
 
-    def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
+    def ranges(self, graph: Graph, speeds: Speeds) -> tuple[Range, ...]:
         """Return one range of indices per device, in whole units; empty ranges if no tensor has the role."""
         if self.role not in graph.roles:
-            return ((0, 0),) * len(weights)
+            return ((0, 0),) * len(speeds)
         total = self.unit_count(graph)
         op = graph.first_with_role(self.role)
         unit = op.share_unit(self.dim)
         unit = min(max(unit, self.unit) if unit > 1 else unit, total)
         if op.range_cost(self.dim, 0, unit) * total > op.range_cost(self.dim, 0, total) * unit:
             # A device without speed is slow enough to get nothing.
-            slowness = np.array([1 / max(weight, 1e-30) for weight in weights])[:, None, None]
+            slowness = np.array([1 / max(speed, 1e-30) for speed in speeds])[:, None, None]
             parts = partition_in_order(_costs(op, self.dim, unit, total) * slowness)
         else:
-            parts = apportion(-(-total // unit), weights)
+            parts = apportion(-(-total // unit), speeds)
         return tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
 
 
@@ -72,9 +72,9 @@ class Branches(Share):
         """Return the number of branches."""
         return max(op.branch for op in graph.ops) + 1
 
-    def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
+    def ranges(self, graph: Graph, speeds: Speeds) -> tuple[Range, ...]:
         """Return consecutive branches per device."""
-        return apportion(self.unit_count(graph), weights)
+        return apportion(self.unit_count(graph), speeds)
 
 
 class DeviceResources(NamedTuple):
@@ -157,30 +157,30 @@ def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def assign_sub_blocks(graph: Graph, count: int, speeds: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return the branches of each device: each goes to the device that then ends first and has memory for it.
 
     Sending counts as time too.
     """
     ops = [op for op in graph.ops if op.branch == 0 and isinstance(op, Linear)]
     flops, held = sum(2.0 * prod(op.space) for op in ops), sum(4.0 * prod(op.space[1:]) for op in ops)
-    sent = 4.0 * prod(graph.first_with_role(roles.SLICE).space) * (len(weights) - 1)
-    owned = [0] * len(weights)
+    sent = 4.0 * prod(graph.first_with_role(roles.SLICE).space) * (len(speeds) - 1)
+    owned = [0] * len(speeds)
 
     def ends_s(i: int) -> tuple[bool, float]:
         most = owned[i] + 1
-        seconds = flops / weights[i] + sent / resources[i].bytes_per_s if weights[i] > 0 else inf
+        seconds = flops / speeds[i] + sent / resources[i].bytes_per_s if speeds[i] > 0 else inf
         return most * held > resources[i].memory_bytes, most * seconds
 
     for _ in range(count):
-        owned[min((i for i, w in enumerate(weights) if w > 0), key=ends_s)] += 1
+        owned[min((i for i, w in enumerate(speeds) if w > 0), key=ends_s)] += 1
     return tuple(pairwise(accumulate(owned, initial=0)))
 
 
-def balanced_groups(count: int, weights: Speeds) -> list[list[int]]:
+def balanced_groups(count: int, speeds: Speeds) -> list[list[int]]:
     """Return `count` groups of devices, as even as possible, assigning the fastest device first."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    for device in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        least = min(groups, key=lambda group: (sum(weights[i] for i in group), len(group)))
+    for device in sorted(range(len(speeds)), key=lambda i: (-speeds[i], i)):
+        least = min(groups, key=lambda group: (sum(speeds[i] for i in group), len(group)))
         least.append(device)
     return [sorted(group) for group in groups]

@@ -79,11 +79,11 @@ def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, IndexSet]]:
     return [{0: span(*cut)} for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
 
 
-def stages_of(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
+def stages_of(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
     """Return the parts of each device; raises ValueError as `stages` does. options: `goal`, of a transformer."""
     if roles.MAP in graph.roles:
-        return stages_of_units(graph, weights, resources)
-    return stages(chain_of(graph), weights, resources, "latency" if options.get("goal") == "latency" else "throughput")
+        return stages_of_units(graph, speeds, resources)
+    return stages(chain_of(graph), speeds, resources, "latency" if options.get("goal") == "latency" else "throughput")
 
 
 class Chain(NamedTuple):
@@ -194,13 +194,13 @@ def _walk(
     return parts
 
 
-def stages_of_units(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def stages_of_units(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return consecutive units for each device, with the least time of the slowest stage, receiving included."""
     units = execution_units(graph)
     work = np.array([0.0, *accumulate(unit.flops * unit.size for unit in units)])
     received = np.array([crossing_bytes(graph, i) for i in range(len(units) + 1)], float)
-    costs = np.full((len(weights), len(work), len(work)), np.inf)
-    for i, (speed, resource) in enumerate(zip(weights, resources, strict=True)):
+    costs = np.full((len(speeds), len(work), len(work)), np.inf)
+    for i, (speed, resource) in enumerate(zip(speeds, resources, strict=True)):
         if speed > 0:
             costs[i] = (work[None, :] - work[:, None]) / speed + received[:, None] / resource.bytes_per_s
         costs[i][np.tri(len(work), dtype=bool)] = np.inf
@@ -215,14 +215,14 @@ def stages_of_units(graph: Graph, weights: Speeds, resources: Sequence[DeviceRes
 def offload_rows(kind: str) -> Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares]:
     """Return a solver of rows by the devices' speeds; in `mlp` one device attends for all (`_helper_rows`)."""
 
-    def solve(graph: Graph, options: Options, weights: Speeds, resources: Sequence[DeviceResources]) -> Shares:
-        one_attends = options.get("variant") == "mlp" and sum(weights) > 0
-        return {kind: _helper_rows(graph, weights, resources) if one_attends else tuple(weights)}, {}
+    def solve(graph: Graph, options: Options, speeds: Speeds, resources: Sequence[DeviceResources]) -> Shares:
+        one_attends = options.get("variant") == "mlp" and sum(speeds) > 0
+        return {kind: _helper_rows(graph, speeds, resources) if one_attends else tuple(speeds)}, {}
 
     return solve
 
 
-def _helper_rows(graph: Graph, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[float, ...]:
+def _helper_rows(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) -> tuple[float, ...]:
     """Return the share of rows of each device; the first device attends for all.
 
     A helper receives its rows, computes the rest of the layer and sends them back, while the first device computes a
@@ -230,10 +230,10 @@ def _helper_rows(graph: Graph, weights: Speeds, resources: Sequence[DeviceResour
     """
     total, width = graph.first_with_role(roles.AFTER_MLP).space[:2]
     flops = [part / total for part in chain_of(graph).flops[:PARTS]]
-    own_s = sum(flops) / max(weights[0], 1.0)
+    own_s = sum(flops) / max(speeds[0], 1.0)
     away_s = [
-        sum(flops[1:]) / max(weight, 1.0) + 2 * DTYPE_BYTES["f32"] * width / resource.bytes_per_s
-        for weight, resource in zip(weights[1:], resources[1:], strict=True)
+        sum(flops[1:]) / max(speed, 1.0) + 2 * DTYPE_BYTES["f32"] * width / resource.bytes_per_s
+        for speed, resource in zip(speeds[1:], resources[1:], strict=True)
     ]
     shares = [1.0, *(own_s / seconds for seconds in away_s)]
     return tuple(share / sum(shares) for share in shares)

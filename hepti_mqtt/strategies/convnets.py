@@ -150,8 +150,8 @@ COEDGE: Final = Method(
     options=({}, {"goal": "energy"}),
     is_distinct=lambda _, options: not _is_energy(options),
     chooses_devices=_is_energy,
-    solve=lambda graph, options, weights, resources: (
-        {"coedge_rows": coedge_shares(graph, weights, resources, _is_energy(options))},
+    solve=lambda graph, options, speeds, resources: (
+        {"coedge_rows": coedge_shares(graph, speeds, resources, _is_energy(options))},
         {},
     ),
 )
@@ -176,7 +176,7 @@ EDGEFLOW: Final = Method(
     edgeflow_table,
     needs=(roles.MAP,),
     order_matters=True,
-    solve=lambda graph, _options, weights, resources: ({}, edgeflow_ranges(graph, weights, resources)),
+    solve=lambda graph, _options, speeds, resources: ({}, edgeflow_ranges(graph, speeds, resources)),
 )
 
 
@@ -189,13 +189,13 @@ def fused_tiles_table(division: Division) -> Table:
     As in DeepThings (Zhao et al., 2018); after the cut one device continues. Tiles have fixed owners, by speed, or wait
     in a task queue from which free devices lease the next one (`leased`).
     """
-    weights = division.plan.shares["tiles"]
+    speeds = division.plan.shares["tiles"]
     # Leased tiles wait for no other tile: each computes all inputs of its means.
     apart = "owners" in division.plan.options
     ends = boundary_maps(division.graph, cut_number(division.plan.options), apart)
 
     def tiled(op: Op) -> list[Piece] | None:
-        return [Piece(d, region_with(op, at)) for d, at in owned_tiles(op, weights)] if op.name in ends else None
+        return [Piece(d, region_with(op, at)) for d, at in owned_tiles(op, speeds)] if op.name in ends else None
 
     return map_table(division, tiled, on_device(division.root))
 
@@ -206,7 +206,7 @@ FUSED_TILES: Final = Method(
     fused_tiles_table,
     needs=(roles.MAP,),
     options=(*CUTS[:4], *({**cut, "owners": "leased"} for cut in CUTS[:4])),
-    solve=lambda _graph, _options, weights, _resources: ({"tiles": tuple(weights)}, {}),
+    solve=lambda _graph, _options, speeds, _resources: ({"tiles": tuple(speeds)}, {}),
     # Owners by speed are as fast unless a device slows down during a request, so leases must be pinned.
     is_distinct=lambda graph, options: "owners" not in options and divides_behind_cut(graph, options),
     task_count=lambda options: TILES if "owners" in options else 0,
@@ -238,7 +238,7 @@ PIPELINE: Final = Method(
     needs_any=(roles.AFTER_MLP, roles.MAP),
     options=VARIANTS[:1],
     variants=lambda _: VARIANTS,
-    solve=lambda graph, options, weights, resources: ({}, {STAGES.kind: stages_of(graph, weights, resources, options)}),
+    solve=lambda graph, options, speeds, resources: ({}, {STAGES.kind: stages_of(graph, speeds, resources, options)}),
     is_distinct=is_distinct,
     automatic=False,
     for_throughput=True,

@@ -275,8 +275,8 @@ VOLTAGE: Final = Method(
     rewrite=lambda division: choose_product_order(
         division.graph, division.option("order", "cost"), division.device_sets(ROWS), division.plan.weight_dtype
     ),
-    solve=lambda _graph, options, weights, _resources: (
-        {ROWS.kind: tuple(weights) if options.get("shares") == "uneven" else (1.0,) * len(weights)},
+    solve=lambda _graph, options, speeds, _resources: (
+        {ROWS.kind: tuple(speeds) if options.get("shares") == "uneven" else (1.0,) * len(speeds)},
         {},
     ),
     weight_dtypes=lambda options: ("f32",) if options.get("order") == "reordered" else get_args(WeightDtype),
@@ -311,9 +311,9 @@ DECOUPLED: Final = Method(
     shares=(BRANCHES, ROWS, HEADS, MLP),
     needs=(roles.SLICE, roles.JOIN),
     options=PLACEMENTS,
-    solve=lambda graph, _, weights, resources: (
+    solve=lambda graph, _, speeds, resources: (
         {},
-        {BRANCHES.kind: assign_sub_blocks(graph, BRANCHES.unit_count(graph), weights, resources)},
+        {BRANCHES.kind: assign_sub_blocks(graph, BRANCHES.unit_count(graph), speeds, resources)},
     ),
 )
 
@@ -364,15 +364,15 @@ DECODER: Final = Method(
 )
 
 
-def replica_groups(options: Options, weights: Speeds) -> Sequence[Sequence[int]]:
+def replica_groups(options: Options, speeds: Speeds) -> Sequence[Sequence[int]]:
     """Return the devices of each replica (data parallelism): every device alone, or `groups` groups of even speed.
 
     Raises ValueError for more groups than devices.
     """
-    count = int(options.get("groups", len(weights)))
-    if not 1 <= count <= len(weights):
-        raise ValueError(f"{count} groups of {len(weights)} devices; use 1 to {len(weights)}")
-    return balanced_groups(count, weights)
+    count = int(options.get("groups", len(speeds)))
+    if not 1 <= count <= len(speeds):
+        raise ValueError(f"{count} groups of {len(speeds)} devices; use 1 to {len(speeds)}")
+    return balanced_groups(count, speeds)
 
 
 # The planner chooses the plan inside a replica. Replicas exchange nothing, and a device knows only its own replica.

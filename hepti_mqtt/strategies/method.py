@@ -95,26 +95,26 @@ class Division(NamedTuple):
         return self.plan.options.get(name, default)
 
 
-def word_ranges(graph: Graph, root: int, weights: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def word_ranges(graph: Graph, root: int, speeds: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return the tokens whose logits each device computes, by its speed in reading weights; or all at the root device.
 
     Logits take the time of reading their matrix, and the others send their logits or their likeliest tokens.
     resources: of the devices; without them, links cost nothing.
     """
-    given = resources or [DeviceResources()] * len(weights)
-    speeds = [resource.row_flops_per_s or weight for resource, weight in zip(given, weights, strict=True)]
-    divided = WORDS.ranges(graph, speeds)
-    if resources and speeds[root] > 0:
+    given = resources or [DeviceResources()] * len(speeds)
+    row_speeds = [resource.row_flops_per_s or speed for resource, speed in zip(given, speeds, strict=True)]
+    divided = WORDS.ranges(graph, row_speeds)
+    if resources and row_speeds[root] > 0:
         _, words, width = graph.first_with_role(roles.LOGITS).space
-        alone_s = 2.0 * words * width / speeds[root]
+        alone_s = 2.0 * words * width / row_speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(resource.bytes_per_s for resource in resources), max(resource.latency_s for resource in resources)
         received = words - own  # numbers that the others send: logits, or their likeliest tokens
         if roles.CANDIDATES in graph.roles:
-            received = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
+            received = (len(speeds) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
         sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * received / rate
         if alone_s * own / words + sent_s > WORTH_SPLITTING * alone_s:
-            return WORDS.ranges(graph, [float(i == root) for i in range(len(weights))])
+            return WORDS.ranges(graph, [float(i == root) for i in range(len(speeds))])
     return divided
 
 
@@ -194,16 +194,16 @@ class Method:
         return None
 
     def make_shares(
-        self, graph: Graph, options: Options, weights: Speeds, resources: Sequence[DeviceResources] = ()
+        self, graph: Graph, options: Options, speeds: Speeds, resources: Sequence[DeviceResources] = ()
     ) -> Shares:
-        """Return (shares, ranges) of a plan; kinds that `solve` leaves out follow one weight per device.
+        """Return (shares, ranges) of a plan; kinds that `solve` leaves out follow the speeds.
 
         resources: of the devices; without them, links cost nothing.
         """
-        used = [1.0] * len(weights) if self.equal_shares else list(weights)
+        used = [1.0] * len(speeds) if self.equal_shares else list(speeds)
         by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
         if self.solve is not None:
-            solved = self.solve(graph, options, weights, resources or [DeviceResources()] * len(weights))
+            solved = self.solve(graph, options, speeds, resources or [DeviceResources()] * len(speeds))
             by_length, ranges = by_length | solved[0], ranges | solved[1]
         return by_length | {s.kind: s.cap_devices(graph, by_length[s.kind]) for s in self.shares if s.by_length}, ranges
