@@ -129,11 +129,11 @@ def load_seconds(
     down_bytes_per_s: Mapping[str, float],
     hub_bytes_per_s: float = inf,
 ) -> dict[str, float]:
-    """Return the seconds until each device has its weights, alone on its processor and link.
+    """Return the seconds until each device has its weights, if the load has its whole processor and link.
 
     A device handles tiles one after another while its link brings the next ones. A tile that no device has crosses the
     hub's link once, and all links between devices carry tiles at the same time. down_bytes_per_s: of each device's
-    link. hub_bytes_per_s: of the planner's machine's link. A device at a share p takes 1 / p times as long.
+    link. hub_bytes_per_s: of the link of the planner's machine.
     """
     hub_s, seconds = load.hub_bytes / hub_bytes_per_s, dict[str, float]()
     for device, part in load.devices.items():

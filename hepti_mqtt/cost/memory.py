@@ -22,22 +22,21 @@ from hepti_mqtt.strategies.plan_programs import lowered_for_longest, resident_co
 ROWS_IN_FLIGHT: Final = 4096
 KEPT_PROGRAMS: Final = 12  # request shapes with kept Programs per plan and device: the expected ones and some more
 # Measured upper bounds for a Program bound to its weights: Python objects and kernel scratch per op, and the kernels'
-# notes per column of a matrix (panel address, columns, and bias padded to the panel).
+# tables per column of a matrix (panel address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
-# Python objects of each tile, as measured: of the model in the manifest and its map, of a load in the tables of the
-# loader.
+# Measured bytes of Python objects per tile: of a model in its manifest and map of tiles, of a load in the loader.
 MAP_BYTES: Final = 180
 LOADED_TILE_BYTES: Final = 480
-# Notes of a kernel that stores only each matrix's place, and the Program's reference to them.
+# Table entry of a kernel that stores only each matrix's place, and the Program's reference to it.
 MATRIX_BYTES: Final = 256
 
 
 def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[WeightRef, WeightRef]:
     """Return for each weight range the resident range that contains it.
 
-    That is a held range if it contains the weight range; other ranges that touch are loaded as one. So a device that
-    holds a whole matrix loads nothing if another part of it becomes its own.
+    That is a held range if it contains the weight range; other adjacent ranges are loaded as one matrix. So a device
+    that holds a whole matrix loads nothing if another part of it becomes its own.
     """
     from hepti_mqtt.kernels.weights import is_part, joined, kin  # Numba takes long to import
 
@@ -183,14 +182,14 @@ def _bound_bytes(lowered: Lowered, device: str) -> int:
     layer, times = lowered.repeated_layer or (-1, 1)
     whole, program = 0, lowered.compact_program(device)
     for op in program.ops:
-        # Embeddings have no notes: they read rows in place.
+        # Embeddings have no tables: they read rows in place.
         is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
         refs = op.weights if isinstance(op, Compute) and is_product else ()
         if refs and isinstance(op, Compute) and KERNELS[op.kernel].by_matrix:
-            notes = MATRIX_BYTES * len(refs) + sum(weight_bytes(ref) for ref in refs if ref.layout == "plain")
+            tables = MATRIX_BYTES * len(refs) + sum(weight_bytes(ref) for ref in refs if ref.layout == "plain")
         else:
-            notes = COLUMN_BYTES * sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
-        whole += (OP_BYTES + notes) * (times if op.layer == layer else 1)
+            tables = COLUMN_BYTES * sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
+        whole += (OP_BYTES + tables) * (times if op.layer == layer else 1)
     return whole
 
 

@@ -49,7 +49,7 @@ class HeldRegion(NamedTuple):
 
     slot: Slot
     region: Region
-    state: bool  #: the slot holds a partial result in a format of its own
+    state: bool  #: the slot holds a partial result in the op's own format (`Op.is_state`)
 
 
 @dataclass(slots=True)

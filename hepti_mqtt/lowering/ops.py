@@ -84,7 +84,7 @@ class Op:
     #: Layer and branch, for topics, people and methods that cut between layers.
     layer: int = field(compare=False, default=0)
     branch: int = field(compare=False, default=-1)
-    #: Stored tensors that the op reads, in an order of its own.
+    #: Stored tensors that the op reads, in the order of its class.
     tensors: tuple[str, ...] = field(compare=False, default=())
     index: int = field(compare=False, default=-1)  #: place in the whole graph
     space: tuple[int, ...]  #: dimensions of the result, then the reduced ones; the first `rank` are the result's
@@ -183,7 +183,7 @@ class Op:
         return region[: self.rank]
 
     def is_state(self, region: Region) -> bool:
-        """Return whether a region's array is a partial result in a format of its own."""
+        """Return whether a region's array is a partial result in the op's own format, which `combine_call` reads."""
         return False
 
     def result_cells(self, region: Region, state: bool) -> Region:

@@ -1,10 +1,13 @@
 """The roles of tensors: families state them, and methods place tensors by them.
 
-An encoder layer, post-norm (BERT):  x -> qkv -> attention -> attention_out -> + x = attention_sum -> norm =
-after_attention -> mlp_up -> activation = mlp_hidden -> mlp_down -> + = mlp_sum -> norm = after_mlp.
-Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attention and after_mlp the residual sums. If a
-block's addends are normed too (Gemma 3), attention_sum and mlp_sum are these norms. Rotary positions: projection ->
-qkv. A gated MLP has two tensors mlp_up of equal size, and an MLP of experts one: their hidden rows.
+Arrows lead from a tensor's role to that of the next tensor. A layer with norms after the residual sums (BERT):
+
+    x -> qkv -> attention -> attention_out -> attention_sum (+ x) -> after_attention (norm)
+      -> mlp_up -> mlp_hidden (activation) -> mlp_down -> mlp_sum (+ after_attention) -> after_mlp (norm)
+
+With norms before attention and MLP (ViT, GPT-2, Llama), before_attention and before_mlp are norms, after_attention and
+after_mlp residual sums. If the addends are normed too (Gemma 3), attention_sum and mlp_sum are these norms. With rotary
+positions, projection -> qkv. A gated MLP has two tensors mlp_up of equal size; experts have one: their hidden rows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Candidate:
 
     plan: Plan
     price: Price
-    shares: tuple[float, ...]  #: one relative number per device, from which the plan's shares were made
+    shares: tuple[float, ...]  #: share weights: a relative number per device, from which `make_shares` derives shares
     #: Bytes of weights that each device would load; empty until `with_loads` has computed them.
     load_bytes: Mapping[str, int] = field(default_factory=dict)
     cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: part of load_bytes from the device's own cache

@@ -31,7 +31,7 @@ class Draft:
     """A plan without a price."""
 
     plan: Plan
-    shares: tuple[float, ...]  #: one relative number per device, from which the plan's shares were made
+    shares: tuple[float, ...]  #: share weights: a relative number per device, from which `make_shares` derives shares
     memory: Memory | None = None  #: None: not computed yet
     is_divided: bool = True  #: False: the plan has no shares yet, because most guesses are never priced
 

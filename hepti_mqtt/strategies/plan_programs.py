@@ -98,7 +98,7 @@ def _table(division: Division) -> Table:
 
 
 def _divides(plan: Plan, whole: Graph) -> bool:
-    """Return whether a graph has what the plan's method divides; later runs of a session may have the task alone."""
+    """Return whether a graph has the roles that the plan's method needs; runs of a session may have the task alone."""
     method = STRATEGIES[plan.strategy]
     some = not method.needs_any or not whole.roles.isdisjoint(method.needs_any)
     return some and whole.roles.issuperset(method.needs)
@@ -231,7 +231,7 @@ def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Pr
 
 
 def compact_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
-    """Return the Programs of all devices with equal layers once; `Lowered.repeated_layer` says for how many."""
+    """Return the Programs of all devices with one of the equal layers; `Lowered.repeated_layer` has their number."""
     lowered, own = lower_plan(spec, plan, shape), plan.executables[0]
     return {device: run_passes(lowered.compact_program(device), own) for device in own.devices}
 
