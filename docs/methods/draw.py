@@ -89,12 +89,12 @@ def time_line(method: str, options: dict[str, str]) -> str:
     devices = tuple(cluster.devices)[: STRATEGIES[method].max_devices]
     # A pipeline shows what it is for where several sequences are in flight.
     lengths = (TOKENS // 4,) * 4 if method == "pipeline" else (TOKENS,)
-    lanes = [DeviceResources(RATE, link.latency_s) for link in links.values()][: len(devices)]
+    resources = [DeviceResources(RATE, link.latency_s) for link in links.values()][: len(devices)]
     weights = [cluster.devices[d].speed(TOKENS) for d in devices]
     template = Plan(
         "model", PlanVersion(1, 1), method, devices, devices[0], route="mesh" if len(devices) > 1 else "broker"
     )
-    chosen = make_plan(spec, template, method, options, weights, lanes)
+    chosen = make_plan(spec, template, method, options, weights, resources)
     shape = TokenBatch(lengths)
     played = simulate(
         TopicNames("home", "model"), spec, shape, device_programs(spec, chosen, shape), cluster, record=True
