@@ -1,7 +1,8 @@
 """A decoder of text after an encoder: norms before blocks, attention to its own text, then to the encoder's states.
 
-m new tokens, C rows of the cache of the text, S states, h hidden, f MLP width, V words. A session keeps the keys and
-values of the text, and of the states from its first run. All of it but the logits has the role of a task.
+m new tokens, C rows of the cache of the text, S states, h hidden, f MLP width, V tokens in the vocabulary. A session
+keeps the keys and values of the text, and of the states from its first run. All tensors except the logits have the role
+TASK.
 """
 
 from __future__ import annotations

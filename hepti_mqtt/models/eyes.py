@@ -179,7 +179,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 
 def views(config: JsonConfig, extras: Mapping[str, Any]) -> Views:
-    """Return how a tower looks at pictures; raises ModelError, UnsupportedModelError."""
+    """Return the views of pictures for a tower; raises ModelError, UnsupportedModelError."""
     side = config.square("image_size")
     return read_views(extras, side, (side // config.square("patch_size") // config.positive("square")) ** 2)
 
@@ -232,7 +232,7 @@ def _row_norm(spec: ModelSpec, factor: int = 1) -> Norm:
 
 
 def _places(spec: ModelSpec, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return which patches each square has, line by line, of all pictures: [B n / s^2, s^2]."""
+    """Return the patches of each square, line by line, of all pictures: [B n / s^2, s^2]."""
     side, s = patches.stem_of(spec).side, spec.head.square
     grid = np.arange(count * side * side).reshape(count, side // s, s, side // s, s)
     return grid.transpose(0, 1, 3, 2, 4).reshape(-1, s * s)

@@ -163,7 +163,7 @@ SLACK: Final = 2e-5  # relative error of sums, which devices compute in f32
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class TimeTokens:
     """The tokens for times in transcriptions: one for each step of time; they come in pairs (start, end)."""
 
     #: First of these tokens, for time 0; all later tokens are times.
@@ -189,9 +189,9 @@ class Moments:
         if not before:
             row[: self.first] = -np.inf
             row[self.first + self.latest + 1 :] = -np.inf
-        words, moments = row[: self.first].max(), row[self.first :]
-        top = moments.max(initial=-np.inf)
-        if np.isfinite(top) and top + np.log(np.exp(moments - top, dtype=np.float64).sum()) > words:
+        words, times = row[: self.first].max(), row[self.first :]
+        top = times.max(initial=-np.inf)
+        if np.isfinite(top) and top + np.log(np.exp(times - top, dtype=np.float64).sum()) > words:
             row[: self.first] = -np.inf
 
 
@@ -285,7 +285,7 @@ class TokenRules:
     #: The token of silence, whose probability after the prompt's first token is measured; -1: none.
     silent: int = -1
     #: Tokens of times, None for a text without times.
-    moments: Moments | None = None
+    times: TimeTokens | None = None
     #: Temperature of each attempt; the judge decides whether there is another attempt. 0 takes the likeliest token.
     temperatures: tuple[float, ...] = (0.0,)
     #: Seed of the draws.
@@ -314,12 +314,12 @@ class TokenRules:
         logits: [r, V]; the last row counts. before: the tokens so far.
         """
         raw = row = logits[-1]
-        steered = self.moments is not None or self.allowed is not None
+        steered = self.times is not None or self.allowed is not None
         if self._changes or steered:
             row = row.copy()
             self._change(row, before)
-            if self.moments is not None:
-                self.moments.allow(row, before)
+            if self.times is not None:
+                self.times.allow(row, before)
             if self.allowed is not None:
                 row[~self.allowed(before)] = -np.inf
         token = int(row.argmax())
@@ -349,7 +349,7 @@ class TokenRules:
     @property
     def needs_logits(self) -> bool:
         """Return whether every choice of a token needs all logits, not candidates alone."""
-        steered = self.moments is not None or self.allowed is not None
+        steered = self.times is not None or self.allowed is not None
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
     def draw(self, place: int, temperature: float) -> Draw | None:

@@ -119,7 +119,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
 def reference(
     spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: TokenBatch
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], logits [B, V] of the next tokens, or the states where they are wanted).
+    """Return (final hidden states [m, h], the answer: logits [B, V] of the next tokens, or the states if wanted).
 
     The whole causal pass in plain NumPy, without a cache; inputs: a 0 for each item, then the ids [m].
     """

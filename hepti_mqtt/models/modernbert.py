@@ -48,7 +48,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         True: config.rope_theta(160_000.0, "global_rope_theta", FULL),
         False: config.rope_theta(10_000.0, "local_rope_theta", SLIDING),
     }
-    named = config.get("sliding_window", None)  # which the reference makes of the other, and reads too
+    named = config.get("sliding_window", None)  # the reference writes it in place of local_attention, and reads both
     near = config.positive("local_attention", 128) // 2 if named is None else config.positive("sliding_window")
     flags = {
         "attention_bias": ("qkv", "attention_out"),

@@ -1,4 +1,4 @@
-"""What encoders of pictures in patches share: the stem, the names of a layer's tensors, the head on the class token.
+"""Parts that encoders of pictures in patches share: the stem, the tensors of a layer, the head on the class token.
 
 n patches of p x p pixels in C channels per image, S the image's side, B images of a batch. A picture's rows are the
 class token, others before the patches, and the patches.
@@ -63,7 +63,7 @@ def encoder_spec(
 ) -> ModelSpec:
     """Return the spec of an encoder of patches that norms before each block; raises ModelError, UnsupportedModelError.
 
-    mlp: its MLP's width, by default as the file says. eps: of norms where the file says nothing.
+    mlp: width of its MLP, by default intermediate_size. eps: default of layer_norm_eps.
     """
     hidden = config.positive("hidden_size")
     heads = config.heads(hidden)

@@ -26,7 +26,7 @@ KEYS: Final = KeyTable(
         "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "include_top", "resample",
         "rescale_factor", "rescale_offset", "size",
     }),
-    # do_convert_rgb: colours come as RGB here in any case. do_reduce_labels: of maps of segments.
+    # do_convert_rgb: pictures are always converted to RGB. do_reduce_labels: for maps of segments only.
     without_effect=frozenset({
         "_processor_class", "_valid_kwargs_names", "_valid_processor_keys", "data_format", "device",
         "disable_grouping", "do_convert_rgb", "do_reduce_labels", "input_data_format", "model_input_names",
@@ -56,7 +56,7 @@ class _Class:
     crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
     cut: int = 224  # size of a crop without `crop_size`
-    scales_twice: bool = False  # divides by the deviation a second time where `include_top`, and knows `rescale_offset`
+    scales_twice: bool = False  # divides by the deviation twice if `include_top`, and has the key `rescale_offset`
 
 
 _SHORTEST: Final = {"shortest_edge": 224}

@@ -55,7 +55,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     if encoder.text is not None:
         outputs = config.positive("projection_size", encoder.hidden)
         head, stem = TaskHead("embedding", "last", outputs=outputs), replace(encoder.text, padded=True)
-        # What texts are filled up to.
+        # Texts are padded to this length.
         longest = JsonConfig(TOKENIZER, extras.get(TOKENIZER, {})).positive("model_max_length", encoder.max_tokens)
         return replace(encoder, head=head, text=stem, max_tokens=min(encoder.max_tokens, longest))
     if not config.flag("vision_use_head", True):

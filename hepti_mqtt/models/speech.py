@@ -1,6 +1,7 @@
-"""What a model of speech reads: frames of sound, then tokens of its text in a session; and which tokens it may write.
+"""Models of speech: their spec, their runs (frames of sound, then tokens in a session), and their control tokens.
 
-S rows of the encoder, of two frames each; m new tokens of the decoder, C tokens that its cache has room for; V words.
+S rows of the encoder, of two frames each; m new tokens of the decoder, C tokens of capacity in its cache; V tokens in
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal
 from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.core.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.generation import Moments, TokenRules, speech_rules
+from hepti_mqtt.models.generation import TimeTokens, TokenRules, speech_rules
 
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
@@ -24,22 +25,24 @@ LEAST_ALIGNED: Final = 16  # tokens of the smallest run that aligns, so that few
 
 @dataclass(frozen=True, slots=True)
 class SpeechRun:
-    """A run of a session: the first one encodes `rows` rows of sound before its tokens, the others have tokens alone.
+    """A run of a session: the first one encodes sound before its tokens, the others have tokens alone."""
 
-    tokens: m. rows: S; the session keeps their keys and values. positions: C. start: the token of the first run with
-    the logits of silence; earlier text comes before it.
-    """
-
+    #: New tokens, m.
     tokens: int
+    #: Rows of sound, S, whose keys and values the session keeps.
     rows: int
+    #: Capacity for tokens, C.
     positions: int
+    #: It is the first run.
     encodes: bool = True
+    #: See `RequestShape.want`.
     want: Want = "task"
+    #: In the first run: the token that starts the transcription, after earlier text; its logits measure silence.
     start: int = 0
 
     @property
     def size(self) -> int:
-        """Return the rows that are computed, of sound and of text."""
+        """Return the number of computed rows, of sound and of text."""
         return self.tokens + (self.rows if self.encodes else 0)
 
     @property
@@ -48,7 +51,7 @@ class SpeechRun:
 
     @property
     def session_rows(self) -> int:
-        """Return the rows that the session keeps: of sound and of text."""
+        """Return the capacity of the session: rows of sound and of text."""
         return self.rows + self.positions
 
     @property
@@ -76,7 +79,7 @@ class SpeechRun:
         raise ValueError(f"a run of speech does not answer for {rows} rows")
 
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
-        """Return itself; raises ValueError for several: a session is of one recording."""
+        """Return itself; raises ValueError for several requests, because a session has one recording."""
         if others:
             raise ValueError("a request with a session runs alone")
         return self
@@ -84,11 +87,11 @@ class SpeechRun:
     def slice_items(self, first: int, stop: int) -> tuple[SpeechRun, slice]:
         """Return itself and all of its inputs; raises ValueError for a part."""
         if (first, stop) != (0, 1):
-            raise ValueError("a request with a session is not divided")
+            raise ValueError("a request with a session cannot be sliced")
         return self, slice(None)
 
     def plain(self) -> PlainShape:
-        """Return the shape as it travels: a run of more rows than the session's sound has encodes that too."""
+        """Return the shape for the wire; a run with more rows than the session's rows of sound is a first run."""
         return PlainShape(self.sizes, self.want, tuple(row for _, row in self.mask_positions), self.session_rows)
 
 
@@ -96,13 +99,16 @@ class SpeechRun:
 class SpeechInput:
     """The input is i32 [1 + m + n]: rows in the cache, m ids, then n = 2 S bands frames in fixed point, if any.
 
-    A run that aligns tokens has `EXTENT` numbers in place of frames: which of the m tokens and S rows count.
-    vocab: V. bands: of a frame. longest: the rows of the longest recording. positions: C.
+    A run that aligns tokens has `EXTENT` numbers in place of frames: the range of tokens to align, and rows of sound.
     """
 
+    #: Tokens of the vocabulary, V.
     vocab: int
+    #: Numbers of a frame.
     bands: int
+    #: Rows of the longest recording.
     longest: int
+    #: Capacity for tokens, C.
     positions: int
 
     @property
@@ -117,9 +123,9 @@ class SpeechInput:
         return SpeechRun(tokens, self.window(size - tokens), self.positions)
 
     def window(self, rows: int) -> int:
-        """Return in how many rows a recording is read: in steps, so that few Programs serve all recordings.
+        """Return the rows of a recording's window: a multiple of a step, so that few Programs serve all recordings.
 
-        At least 10 s: of a shorter window texts go wrong.
+        It has at least 10 s, because transcriptions of shorter windows are wrong.
         """
         wanted = max(-(-rows // WINDOW_STEP) * WINDOW_STEP, LEAST_WINDOW)
         return max(min(wanted, self.longest), self.positions)
@@ -129,7 +135,7 @@ class SpeechInput:
         return SpeechRun(tokens, rows, self.positions, want=want, start=start)
 
     def shape_of(self, plain: PlainShape) -> SpeechRun:
-        """Return the shape that travelled; raises ValueError for an impossible one."""
+        """Return the shape of its plain form; raises ValueError for an impossible one."""
         rows, size = plain.session_rows - self.positions, plain.size
         tokens = size - rows if size > rows else size
         start = plain.mask_rows[0] if size > rows and plain.mask_rows else 0
@@ -154,29 +160,32 @@ class SpeechInput:
 
 
 def answered(run: SpeechRun) -> tuple[int, ...]:
-    """Return the tokens of a run with logits: the last one, and `start` in the first run, for silence."""
+    """Return the tokens of a run that it answers for: the last one, and `start` in the first run, for silence."""
     return (run.start, run.tokens - 1) if run.encodes and run.start < run.tokens - 1 else (run.tokens - 1,)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechSpec:
-    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text.
-
-    alignment: heads (layer of the decoder, head) with attention that gives the times of tokens.
-    """
+    """The spec of a model of speech: an encoder of sound and a decoder of text."""
 
     family: str
     architecture: str
+    #: Layers of the encoder.
     layers: int
     decoder_layers: int
+    #: Columns h, heads and MLP columns, of both.
     hidden: int
     heads: int
     mlp: int
     activation: Activation
+    #: Numbers of a frame.
     bands: int
+    #: Rows of the longest recording.
     rows: int
+    #: Tokens of the longest text.
     positions: int
     head: TaskHead
+    #: (layer of the decoder, head) whose attention to the sound yields the times of tokens.
     alignment: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -184,9 +193,9 @@ class SpeechSpec:
         return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one.
+        """Return the shape of the answer: logits of the tokens of `answered`, or the encoder's states [S, h].
 
-        Of a run that aligns tokens [m, 1]: the row of sound at which each begins.
+        Of a run that aligns tokens it is [m, 1]: the row of sound at which each token begins.
         """
         assert isinstance(shape, SpeechRun)
         if shape.want == "alignment":
@@ -210,24 +219,24 @@ class SpeechSpec:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which tokens a text begins with.
+# Control tokens, and the prompt of a transcription.
 
 
 LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
 START: Final = "<|startoftranscript|>"
 BEFORE: Final = "<|startofprev|>"
-PLAIN: Final = "<|notimestamps|>"  # the moments follow it
-LATEST: Final = 50  # steps of 20 ms, the time of a row, until the first moment of a text
+PLAIN: Final = "<|notimestamps|>"  # tokens of times follow it in the vocabulary
+LATEST: Final = 50  # largest first time of a text, in steps of 20 ms, the time of a row
 SILENT: Final = ("<|nospeech|>", "<|nocaptions|>")
 TASKS: Final = ("transcribe", "translate")
 _LAST: Final = ("<|endoftext|>", START, "<|en|>", "<|de|>", *(f"<|{task}|>" for task in reversed(TASKS)))
-_MULTILINGUAL: Final = 51_865  # words of the smallest model that knows languages
+_MULTILINGUAL: Final = 51_865  # tokens in the smallest vocabulary with several languages
 
 
 def last_tokens(vocab: int, rows: int) -> tuple[str, ...]:
-    """Return the tokens that a seeded model's vocabulary ends with, in the order of real ones.
+    """Return the control tokens at the end of a seeded model's vocabulary, in the order of real models.
 
-    Of a small vocabulary words would be missing, so there are no moments in it.
+    A small vocabulary has no tokens of times, because they would leave too few words.
     """
     if vocab < 4 * rows:
         return (*_LAST, SILENT[0], PLAIN)
@@ -236,19 +245,23 @@ def last_tokens(vocab: int, rows: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """The tokens that steer a text; languages: by their code, empty for a model of English alone.
+    """The control tokens of a model of speech."""
 
-    before: the token in front of what was said before, -1 without one. moments: how many tokens of times there are.
-    """
-
+    #: Starts and ends a transcription.
     start: int
     end: int
+    #: Asks for a text without times.
     plain: int
+    #: Its probability is that of silence.
     silent: int
+    #: Precedes earlier text in a prompt; -1: not in the vocabulary.
     before: int
-    moments: int
+    #: Number of tokens of times.
+    time_count: int
+    #: By code of the language; empty for a model of English alone.
     languages: Mapping[str, int]
     tasks: Mapping[str, int]
+    #: See `TokenRules`.
     never: tuple[int, ...]
     first_never: tuple[int, ...]
 
@@ -261,12 +274,13 @@ class SpeechTokens:
         said: tuple[int, ...] = (),
         among: Collection[str] = (),
     ) -> tuple[tuple[int, ...], TokenRules]:
-        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one of `among`.
+        """Return the prompt of a transcription, and the rules for its tokens.
 
-        timed: with moments. said: what was said before. among: codes of languages, none for all.
+        language: None for the likeliest of `among`. timed: with tokens of times. said: tokens of earlier text. among:
+        codes of languages, empty for all.
         """
-        moments = Moments(self.plain + 1, self.end, self.plain, LATEST) if timed else None
-        rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent, moments=moments)
+        times = TimeTokens(self.plain + 1, self.end, self.plain, LATEST) if timed else None
+        rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent, times=times)
         opening = (self.before, *said) if said else ()
         ending = () if timed else (self.plain,)
         if not self.languages:
@@ -302,7 +316,7 @@ def speech_tokens(
         plain=named(PLAIN),
         silent=named(*SILENT),
         before=ids.get(BEFORE, -1),
-        moments=vocab - named(PLAIN) - 1,
+        time_count=vocab - named(PLAIN) - 1,
         languages=languages if several else {},
         tasks={task: named(f"<|{task}|>") for task in TASKS} if several else {},
         never=_left_out(rules, vocab, "suppress_tokens", "suppress_ids"),

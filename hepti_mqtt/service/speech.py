@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.core.spec import Want
-from hepti_mqtt.models.generation import Moments, Verdict
+from hepti_mqtt.models.generation import TimeTokens, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.shapes import fixed_point
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput
@@ -47,8 +47,8 @@ def read_speech(
     wanted = request.get("timestamps", False)
     if not isinstance(wanted, bool) and wanted != WORDS:
         raise RequestError(f'timestamps must be true, false or "{WORDS}"')
-    timed, has_moments = bool(wanted), tokens.moments > reads.longest
-    if timed and not has_moments:
+    timed, has_times = bool(wanted), tokens.time_count > reads.longest
+    if timed and not has_times:
         raise RequestError(f"timestamps must be false: {checkpoint.model} has no timestamp tokens")
     if wanted == WORDS and not getattr(checkpoint.spec, "alignment", ()):
         raise RequestError(
@@ -62,7 +62,7 @@ def read_speech(
     whole[: len(samples)] = samples[: len(whole)]
     silent = is_silent(samples)
     # Without timestamps, the model ends the text at a pause although speech continues.
-    timed = timed or (has_moments and not silent and has_pause(samples))
+    timed = timed or (has_times and not silent and has_pause(samples))
     prompt, rules = tokens.begin(language, task, timed=timed, said=previous, among=among)
     rules = replace(
         rules,
@@ -115,7 +115,7 @@ def _previous_tokens(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) ->
     tokens = checkpoint.speech
     if tokens.before < 0:
         raise RequestError(f"model {checkpoint.model} has no token {BEFORE} in tokenizer.json; leave prompt out")
-    ids, last = list[int](), tokens.plain + tokens.moments
+    ids, last = list[int](), tokens.plain + tokens.time_count
     for part in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(part, str):
             ids += checkpoint.tokenizer.encode(f" {part.strip()}", add_special_tokens=False).ids
@@ -204,9 +204,9 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
         "doubtful": generation.verdict is not None and generation.verdict.again,
         "ids": list(written),
     }
-    if generation.rules.moments is None:
+    if generation.rules.times is None:
         return answer
-    parts, seek = segments_of(written, generation.rules.moments, prepared.seconds)
+    parts, seek = segments_of(written, generation.rules.times, prepared.seconds)
     segments: list[dict[str, Any]] = [
         {"start": part.start, "end": part.end, "text": _words(checkpoint, part.ids), "ids": list(part.ids)}
         for part in parts
@@ -227,30 +227,30 @@ class Segment(NamedTuple):
     first: int = 0  #: index of the first token in the text
 
 
-def segments_of(ids: Sequence[int], moments: Moments, seconds: float) -> tuple[list[Segment], float]:
+def segments_of(ids: Sequence[int], times: TimeTokens, seconds: float) -> tuple[list[Segment], float]:
     """Return the segments of a text, and the end of the last complete segment, where the next window starts.
 
     A pair of timestamps ends a segment and starts the next. Words after the last pair form a segment until the end of
     the sound, and the next window transcribes them again.
     """
-    tokens = [token for token in ids if token != moments.end]
-    is_moment = [token >= moments.first for token in tokens]
-    cuts = [i for i in range(1, len(tokens)) if is_moment[i - 1] and is_moment[i]]
-    ends_in_silence = is_moment[-2:] == [False, True]
+    tokens = [token for token in ids if token != times.end]
+    is_time = [token >= times.first for token in tokens]
+    cuts = [i for i in range(1, len(tokens)) if is_time[i - 1] and is_time[i]]
+    ends_in_silence = is_time[-2:] == [False, True]
 
     def seconds_of(token: int) -> float:
-        return min((token - moments.first) / ROWS_PER_S, seconds)
+        return min((token - times.first) / ROWS_PER_S, seconds)
 
     if not cuts:
-        last = next((seconds_of(token) for token in reversed(tokens) if token > moments.first), seconds)
-        first = seconds_of(tokens[0]) if is_moment[:1] == [True] else 0.0
-        return ([Segment(min(first, last), last, tuple(tokens))] if not all(is_moment) else []), seconds
+        last = next((seconds_of(token) for token in reversed(tokens) if token > times.first), seconds)
+        first = seconds_of(tokens[0]) if is_time[:1] == [True] else 0.0
+        return ([Segment(min(first, last), last, tuple(tokens))] if not all(is_time) else []), seconds
     segments, start = list[Segment](), 0
     for cut in [*cuts, *([len(tokens)] if ends_in_silence else [])]:
         segment = tokens[start:cut]
         segments.append(Segment(seconds_of(segment[0]), seconds_of(segment[-1]), tuple(segment), start))
         start = cut
     seek = seconds if ends_in_silence else seconds_of(tokens[start - 1])
-    if rest := [token for token in tokens[start:] if token < moments.first]:
+    if rest := [token for token in tokens[start:] if token < times.first]:
         segments.append(Segment(seconds_of(tokens[start]), seconds, tuple(rest), len(tokens) - len(rest)))
-    return [segment for segment in segments if any(token < moments.first for token in segment.ids)], seek
+    return [segment for segment in segments if any(token < times.first for token in segment.ids)], seek

@@ -12,7 +12,7 @@ from word_cases import ANSWERS, TEXTS, bytes_tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.core.errors import HeptiError, ModelError, RequestError
-from hepti_mqtt.models.generation import Moments, TokenRules
+from hepti_mqtt.models.generation import TimeTokens, TokenRules
 from hepti_mqtt.models.mel import RATE, log_mel
 from hepti_mqtt.models.shapes import STEP
 from hepti_mqtt.models.speech import SpeechInput
@@ -82,7 +82,7 @@ def test_what_was_said_before_comes_before_the_prompt(timed):
     steering = [tokens.start, tokens.languages["en"], tokens.tasks["transcribe"]]
     assert prepared_input.inputs[: 1 + prepared_input.shape.new_rows].tolist() == [0, *said, *steering]
     assert prepared_input.shape == reads.run(7, reads.longest, start=4)
-    assert prepared_input.rules.moments == Moments(tokens.plain + 1, tokens.end, tokens.plain, 50)
+    assert prepared_input.rules.times == TimeTokens(tokens.plain + 1, tokens.end, tokens.plain, 50)
     longer = read_input(timed, {**request, "prompt": [light] * 99})
     assert longer.shape.start == 1 + reads.positions // 2 - 1, "as many as the reference takes"
     unknown = read_input(timed, {**AUDIO, "prompt": "light"})
@@ -116,7 +116,7 @@ def test_times_of_words_are_asked_of_the_rows_with_sound(timed):
     request = {**AUDIO, "language": "en", "timestamps": "word"}
     prepared_input = read_input(timed, request)
     assert prepared_input.sound_rows == 15, "0.3 s"
-    assert prepared_input.rules.moments is not None
+    assert prepared_input.rules.times is not None
     assert read_input(timed, {**request, "timestamps": True}).sound_rows == 0
 
 
@@ -251,7 +251,7 @@ END, PLAIN, ZERO = 10, 11, 12  # then moments up to 0.16 s
     ],
 )
 def test_moments_come_in_pairs_and_in_order(before, allowed):
-    rules = TokenRules(moments=Moments(ZERO, END, PLAIN, 2))
+    rules = TokenRules(times=TimeTokens(ZERO, END, PLAIN, 2))
     for token in range(ZERO + 9):
         logits = np.zeros((1, ZERO + 9), np.float32)
         logits[0, token] = 50.0
@@ -274,7 +274,7 @@ def test_moments_come_in_pairs_and_in_order(before, allowed):
     ],
 )
 def test_segments_lie_between_moments(ids, parts, seek):
-    segments, ends = segments_of(ids, Moments(ZERO, END, PLAIN, 2), 0.16)
+    segments, ends = segments_of(ids, TimeTokens(ZERO, END, PLAIN, 2), 0.16)
     assert [(round(part.start, 6), round(part.end, 6)) for part in segments] == parts
     assert ends == pytest.approx(seek)
 
