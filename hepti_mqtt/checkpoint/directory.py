@@ -236,7 +236,9 @@ class Checkpoint:
     def _quantised(self, source: TensorSource, reader: TensorReader, how: Quantised) -> TensorReader:
         """Return a tensor's reader for devices; token embeddings are quantised if the matrix to the logits is tied."""
         assert isinstance(self.spec, ModelSpec)
-        tied = source.name == EMBEDDING_TABLE and self.spec.storage_of(LOGITS_MATRIX) is not None and self.spec.head.tied
+        tied = (
+            source.name == EMBEDDING_TABLE and self.spec.storage_of(LOGITS_MATRIX) is not None and self.spec.head.tied
+        )
         if not tied and self.spec.storage_of(source.name) is None:
             return reader
         return quantised_reader(source.primary_name, reader, STORAGES[QUANTISED[how]])

@@ -467,7 +467,11 @@ def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
 def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
     """Return the matrices of a quantised model that are not in blocks; `*` in a name is any layer."""
     sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
-    whole = [s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == EMBEDDING_TABLE and spec.head.tied)]
+    whole = [
+        s.name
+        for s in sources
+        if spec.storage_of(s.name) is None and not (s.name == EMBEDDING_TABLE and spec.head.tied)
+    ]
     return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))
 
 

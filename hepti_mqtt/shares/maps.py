@@ -422,7 +422,9 @@ def _rest(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources]) ->
     """Return the seconds independent of shares: the picture over the broker's link to each, the root's dense layers."""
     dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
     picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
-    brought = sum(picture / resource.bytes_per_s for resource, speed in zip(resources, speeds, strict=True) if speed > 0)
+    brought = sum(
+        picture / resource.bytes_per_s for resource, speed in zip(resources, speeds, strict=True) if speed > 0
+    )
     at_root = single_row_speeds(speeds, resources)[0]
     return brought + (dense / at_root if at_root > 0 else 0.0)
 
@@ -545,7 +547,10 @@ def coedge_shares(
 
 def _least_energy(costs: Costs, resources: Sequence[DeviceResources], fastest: Array | None) -> Array:
     """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
-    power, deadline_s = [resource.power for resource in resources if resource.power is not None], resources[0].deadline_s
+    power, deadline_s = (
+        [resource.power for resource in resources if resource.power is not None],
+        resources[0].deadline_s,
+    )
     shares = solve_shares(costs, power, deadline_s)
     if shares is None:
         least = (

@@ -157,7 +157,9 @@ def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def assign_sub_blocks(graph: Graph, count: int, speeds: Speeds, resources: Sequence[DeviceResources]) -> tuple[Range, ...]:
+def assign_sub_blocks(
+    graph: Graph, count: int, speeds: Speeds, resources: Sequence[DeviceResources]
+) -> tuple[Range, ...]:
     """Return the branches of each device: each goes to the device that then ends first and has memory for it.
 
     Sending counts as time too.

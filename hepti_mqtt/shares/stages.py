@@ -79,7 +79,9 @@ def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, IndexSet]]:
     return [{0: span(*cut)} for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
 
 
-def stages_of(graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
+def stages_of(
+    graph: Graph, speeds: Speeds, resources: Sequence[DeviceResources], options: Options
+) -> tuple[Range, ...]:
     """Return the parts of each device; raises ValueError as `stages` does. options: `goal`, of a transformer."""
     if roles.MAP in graph.roles:
         return stages_of_units(graph, speeds, resources)

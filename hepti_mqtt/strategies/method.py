@@ -108,7 +108,10 @@ def word_ranges(graph: Graph, root: int, speeds: Speeds, resources: Sequence[Dev
         _, words, width = graph.first_with_role(roles.LOGITS).space
         alone_s = 2.0 * words * width / row_speeds[root]
         own = divided[root][1] - divided[root][0]
-        rate, delay_s = min(resource.bytes_per_s for resource in resources), max(resource.latency_s for resource in resources)
+        rate, delay_s = (
+            min(resource.bytes_per_s for resource in resources),
+            max(resource.latency_s for resource in resources),
+        )
         received = words - own  # numbers that the others send: logits, or their likeliest tokens
         if roles.CANDIDATES in graph.roles:
             received = (len(speeds) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]

@@ -80,7 +80,10 @@ def base_table(division: Division) -> Table:
         lines |= dict.fromkeys((roles.LOGITS, roles.CANDIDATES), root)
     else:  # each device computes its own; the root device gathers them
         parts = [span(*part) for part in words]
-        lines |= {roles.LOGITS: _gathered(parts, 1, division.root), roles.CANDIDATES: _gathered(parts, 2, division.root)}
+        lines |= {
+            roles.LOGITS: _gathered(parts, 1, division.root),
+            roles.CANDIDATES: _gathered(parts, 2, division.root),
+        }
         if division.graph.ops[-1].role != roles.TASK:  # each device with tokens norms the rows, which saves a round
             del lines[roles.TASK]
     return Table(optional_rules=lines)

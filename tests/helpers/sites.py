@@ -85,8 +85,14 @@ def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
     arrays = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
-    if EMBEDDING_TABLE in arrays and models.full_ref(spec, EMBEDDING_TABLE).tensor == LOGITS_MATRIX:  # one table for both ends
-        arrays[EMBEDDING_TABLE] = arrays[LOGITS_MATRIX] if arrays[EMBEDDING_TABLE].shape == arrays[LOGITS_MATRIX].shape else arrays[LOGITS_MATRIX].T
+    if (
+        EMBEDDING_TABLE in arrays and models.full_ref(spec, EMBEDDING_TABLE).tensor == LOGITS_MATRIX
+    ):  # one table for both ends
+        arrays[EMBEDDING_TABLE] = (
+            arrays[LOGITS_MATRIX]
+            if arrays[EMBEDDING_TABLE].shape == arrays[LOGITS_MATRIX].shape
+            else arrays[LOGITS_MATRIX].T
+        )
     return arrays
 
 

@@ -23,7 +23,10 @@ SHAPE = TokenBatch((ROWS,), cache=LONGEST)
     [
         (SPEC, 0),
         (with_cache(SPEC, "f16"), 4 * LONGEST * 2 * SPEC.head_dim),  # of one head, in f32
-        (with_storages(SPEC, {EMBEDDING_TABLE: "q8_0", LOGITS_MATRIX: "q8_0"}), 2 * 4 * SPEC.hidden),  # the last row, for the head alone
+        (
+            with_storages(SPEC, {EMBEDDING_TABLE: "q8_0", LOGITS_MATRIX: "q8_0"}),
+            2 * 4 * SPEC.hidden,
+        ),  # the last row, for the head alone
     ],
     ids=["f32", "cache in f16", "words in blocks"],
 )

@@ -37,7 +37,9 @@ def question(spec, room: float) -> Question:
     return Question(TopicNames("home", "m"), spec, site, TokenBatch((1,), cache=256), PlanVersion(1, 1))
 
 
-@pytest.mark.parametrize("spec", [SPEC, with_storages(SPEC, dict.fromkeys((EMBEDDING_TABLE, LOGITS_MATRIX), "q8_0"))], ids=["f32", "q8_0"])
+@pytest.mark.parametrize(
+    "spec", [SPEC, with_storages(SPEC, dict.fromkeys((EMBEDDING_TABLE, LOGITS_MATRIX), "q8_0"))], ids=["f32", "q8_0"]
+)
 def test_three_devices_with_room_for_a_third_each_hold_a_model_and_with_less_they_are_refused(spec) -> None:
     roomy = question(spec, 1e12)
     assert EMBEDDINGS.kind not in decide(roomy).chosen.plan.ranges, "one exchange more for each token"

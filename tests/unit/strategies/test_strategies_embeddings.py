@@ -91,7 +91,11 @@ def test_each_device_holds_the_rows_of_its_own_words_once(kind: str, storage: st
     divided_plan = divided(spec, plan(spec, ("decoder", {}), weights), weights)
     assert divided_plan.ranges[EMBEDDINGS.kind] == divided_plan.ranges[WORDS.kind]
     for device, words in zip(divided_plan.devices, divided_plan.ranges[WORDS.kind], strict=True):
-        refs = [ref for ref in resident_weights(spec, divided_plan, device) if ref.tensor in (names.EMBEDDING_TABLE, names.LOGITS_MATRIX)]
+        refs = [
+            ref
+            for ref in resident_weights(spec, divided_plan, device)
+            if ref.tensor in (names.EMBEDDING_TABLE, names.LOGITS_MATRIX)
+        ]
         ranges = [ref.columns if ref.layout == "packed" else ref.rows for ref in refs]
         assert ranges == [words] * (1 if spec.head.tied else 2)
 
