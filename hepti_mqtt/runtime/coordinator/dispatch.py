@@ -20,9 +20,9 @@ from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.next_batch import next_batch
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import (

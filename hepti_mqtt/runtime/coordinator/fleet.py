@@ -40,7 +40,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+    from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord, ServedModel
     from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession

@@ -38,7 +38,7 @@ from hepti_mqtt.runtime.coordinator.runs import Run
 from hepti_mqtt.strategies.plan_programs import handover_moves
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+    from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 
 
 class RequestPace:

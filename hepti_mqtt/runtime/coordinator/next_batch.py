@@ -12,7 +12,7 @@ from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import select_batch
 from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows, rows_of_text
-from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PREBUILT_SHAPES, PlanGroup
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 
 MAX_URGENT_SHAPES: Final = 2  # shapes that need a Program before the plan serves

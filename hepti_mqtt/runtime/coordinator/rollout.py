@@ -32,10 +32,10 @@ from hepti_mqtt.runtime.coordinator.interface import (
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
-from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord, PlanReport
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler

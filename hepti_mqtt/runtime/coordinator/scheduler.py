@@ -28,8 +28,8 @@ from hepti_mqtt.runtime.coordinator.interface import (
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches, check_texts
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEvent

@@ -18,8 +18,8 @@ from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, PlanRecalled, Solve, Solved
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Search, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SETTLE_S, SearchKind

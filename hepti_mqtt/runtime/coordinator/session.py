@@ -46,9 +46,9 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler

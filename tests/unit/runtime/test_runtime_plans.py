@@ -18,7 +18,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_S
 from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
-from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, RESTORE_AFTER_S
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PINNED_GROUPS, RESTORE_AFTER_S
 from hepti_mqtt.runtime.coordinator.plans import PLANS, Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
