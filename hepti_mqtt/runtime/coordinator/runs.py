@@ -156,7 +156,7 @@ class Run:
     dispatch_bytes: int
     other_work: OtherWork
     kind: RunKind
-    state: RunState = "dispatched"  #: the scheduler alone steps it
+    state: RunState = "dispatched"  #: the run tracker alone steps it
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)
     lateness: Lateness = field(default_factory=Lateness)
     probed_s: float | None = None  #: when its devices were probed

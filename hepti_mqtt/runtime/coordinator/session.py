@@ -51,7 +51,7 @@ from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
-from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
+from hepti_mqtt.runtime.coordinator.run_tracker import RunTracker
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.coordinator.searches import Searches
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
@@ -98,9 +98,9 @@ class CoordinatorSession:
         self._pending: list[CoordinatorCommand] = []  # commands that `handle` has yet to return
         ids = Ids(boot, secret)
         orders = Orders(self.topics, self.fleet)
-        self._scheduler = Scheduler(orders, self.groups, self.fleet, ids, in_flight, self.counters)
-        self.kv_caches = self._scheduler.caches
-        self._rollout = Rollout(orders, self.groups, self.fleet, self._scheduler, ids, in_flight)
+        self._run_tracker = RunTracker(orders, self.groups, self.fleet, ids, in_flight, self.counters)
+        self.kv_caches = self._run_tracker.caches
+        self._rollout = Rollout(orders, self.groups, self.fleet, self._run_tracker, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._searches = Searches(self.groups, self.fleet, self._rollout, self._moves, self._standby)
@@ -113,7 +113,7 @@ class CoordinatorSession:
             DeviceMessage: self._handle_message,
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
-            RequestCancelled: self._scheduler.cancel,
+            RequestCancelled: self._run_tracker.cancel,
             Solved: self._searches.handle_solved,
             PlanRecalled: self._searches.handle_recalled,
             PinPlan: self._pin,
@@ -152,7 +152,7 @@ class CoordinatorSession:
 
     def _change_runs(self, act: Step, model: str, now: float) -> None:
         """Handle an event that changes no plan: only runs of its model may begin."""
-        self._do([act, partial(self._scheduler.dispatch_ready, model, now)])
+        self._do([act, partial(self._run_tracker.dispatch_ready, model, now)])
 
     def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
         """Handle an event, then release, prepare, dispatch and search."""
@@ -197,7 +197,7 @@ class CoordinatorSession:
 
     def _learn(self) -> list[CoordinatorCommand]:
         """Update estimates by the runs that have ended."""
-        for lesson in self._scheduler.lessons():
+        for lesson in self._run_tracker.lessons():
             changed_s = self.fleet.estimates.last_change_s
             lesson()
             self._blame_changes(changed_s)
@@ -212,7 +212,7 @@ class CoordinatorSession:
     @property
     def due_s(self) -> float:
         """Return when a Tick is needed for delayed batches; infinity if there are none."""
-        return self._scheduler.due_s
+        return self._run_tracker.due_s
 
     def active_plan(self, model: str) -> Plan | None:
         """Return the active plan of a model's default group."""
@@ -234,7 +234,7 @@ class CoordinatorSession:
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
-        self._scheduler.check()
+        self._run_tracker.check()
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class CoordinatorSession:
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
-        changed += self._scheduler.retry_after_broker_loss(now) if self._online else []
+        changed += self._run_tracker.retry_after_broker_loss(now) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -380,7 +380,7 @@ class CoordinatorSession:
                     out.append(self._rollout.publish_plan(group))
                 for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
-                    out += self._scheduler.handle_lost_device(group, run, device, now)
+                    out += self._run_tracker.handle_lost_device(group, run, device, now)
             if member.farewell == messages.STOPPED:
                 group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
@@ -391,11 +391,11 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        refusal = self._scheduler.admission.refuse_or_none(request, now)
+        refusal = self._run_tracker.admission.refuse_or_none(request, now)
         if refusal is not None:
             return refusal
         group, out = self._rollout.group_for(request, now)
-        return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
+        return out if group is None else out + self._run_tracker.admission.enqueue(group, request, now)
 
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
@@ -418,9 +418,9 @@ class CoordinatorSession:
     def _handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         change = self.fleet.record_message(event.device, now, served=event.frame.kind == "done")
         if change is None:
-            return self._scheduler.handle_frame(event, now)
+            return self._run_tracker.handle_frame(event, now)
         self._is_settled = False
-        return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
+        return self._handle_change(event.device, change, now) + self._run_tracker.handle_frame(event, now)
 
     def _restore_sessions(self, device: str, message: messages.KeptSessions) -> list[CoordinatorCommand]:
         """Record the KV caches of earlier plans that a device continues under a plan."""
@@ -428,7 +428,7 @@ class CoordinatorSession:
             plans = (plan for record in group.plans.records() for plan in record.plan.executables)
             plan = next((plan for plan in plans if plan.version == message.plan_version), None)
             if plan is not None and group.name == message.model and device in plan.devices:
-                return self._scheduler.caches.restore(group, plan, device, message.sessions)
+                return self._run_tracker.caches.restore(group, plan, device, message.sessions)
         return []
 
     def last_plans(self) -> dict[str, EarlierPlan]:
@@ -444,13 +444,13 @@ class CoordinatorSession:
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
-            return self._scheduler.handle_failure(device, message, now)
+            return self._run_tracker.handle_failure(device, message, now)
         if isinstance(message, messages.KeptSessions):
             return self._restore_sessions(device, message)
         if isinstance(message, messages.RunProgress):
             return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
-            return self._scheduler.complete_task(device, message, now)
+            return self._run_tracker.complete_task(device, message, now)
         if not isinstance(message, PlanReport) or self.groups.concerns_others(device, message):
             self.counters["foreign_message"] += 1
             return []
@@ -475,7 +475,7 @@ class CoordinatorSession:
 
     def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
         """Record the progress of a run, and mark it late if it is too slow."""
-        if (run := self._scheduler.record_progress(device, message, now)) is None:
+        if (run := self._run_tracker.record_progress(device, message, now)) is None:
             self.counters["late"] += 1
             return []
         group = self.groups.default(message.model)
@@ -500,7 +500,7 @@ class CoordinatorSession:
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
-                    yield from self._scheduler.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
+                    yield from self._run_tracker.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
             if text is None or text.session.plan_version not in record.versions:
@@ -536,7 +536,7 @@ class CoordinatorSession:
         for group in self.groups:
             out += self._rollout.advance(group, now)
         for group in self.groups.defaults():
-            out += self._scheduler.dispatch_ready(group.name, now)
+            out += self._run_tracker.dispatch_ready(group.name, now)
         for group in self.groups:
             out += [*self._searches.recall(group, now), *self._searches.start_due(group, now)]
         return out
@@ -549,7 +549,7 @@ class CoordinatorSession:
         self._do(
             (
                 *((partial(self._drop_silent, now, heard_s),) if listens else ()),
-                partial(self._scheduler.lease_overdue, now),
+                partial(self._run_tracker.lease_overdue, now),
                 partial(self._warn_contradicted, now),
                 *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
                 *(partial(self._searches.judge, group, now) for group in self.groups),
@@ -567,8 +567,8 @@ class CoordinatorSession:
             if heard_s > run.times.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
                 yield from self._rollout.mark_suspect(group, run.plan, now)
-                yield from self._scheduler.retry(group, run, now)
-        yield from self._scheduler.refuse_expired(group, now)
+                yield from self._run_tracker.retry(group, run, now)
+        yield from self._run_tracker.refuse_expired(group, now)
         if devices := group.crash_backoff.lift_expired(now):
             group.plans.request_search(now, now, f"{', '.join(devices)} may use all memory again")
 
@@ -596,7 +596,7 @@ class CoordinatorSession:
             run.broker_was_lost = True
         if event.online:  # devices could not be heard, so restart their timeouts
             self.fleet.reset_silence(now)
-            self._scheduler.admission.expect_burst(now)
+            self._run_tracker.admission.expect_burst(now)
             self._searches.is_connected = True
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:

@@ -22,7 +22,7 @@ from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
+from hepti_mqtt.runtime.coordinator.run_tracker import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
 
 
 def part(site: Site, run_id: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:

@@ -41,7 +41,7 @@ LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection may cost a request severa
 RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgress
 
 
-class Scheduler:
+class RunTracker:
     """The runs of every plan group; the session decides which plan is active.
 
     in_flight: concurrent runs of a model on a device, over all pins. counters: invalid and late frames and messages.
