@@ -264,7 +264,7 @@ class Dispatcher:
         end_s = max([now, *(run.times.expected_end_s for run in concurrent)]) + expectation.mean * alone_s
         probe_at_s = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
         # Doubled after each loss, so that a merely busy machine does not lose the request again.
-        patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
+        patience_s = OVERDUE_S * 2 ** max(i.request.failed_attempts[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:

@@ -39,7 +39,7 @@ def select_batch(
         steps = (item for item in turns if item.batchable and first.joins(item)) if first.batchable else ()
         return (first, *islice(steps, min(batching.max_requests, MAX_TOGETHER) - 1)), -inf
     chosen, requests, tokens = [first], {id(first.request)}, first.tokens
-    full = not first.batchable or first.request.losses[first.index] > 0
+    full = not first.batchable or first.request.failed_attempts[first.index] > 0
     for item in turns if first.batchable else ():
         if len(chosen) == batching.max_requests:
             break

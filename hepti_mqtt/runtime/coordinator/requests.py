@@ -90,7 +90,7 @@ class Request:
     wants_result: bool = True  #: False: the plan and its forecast are the answer
     outputs: dict[int, Array] = field(default_factory=dict)  #: by batch
     stats: list[RunStats] = field(default_factory=list)
-    losses: Counter[int] = field(default_factory=Counter)  #: failed attempts by batch; see `RunTracker.retry`
+    failed_attempts: Counter[int] = field(default_factory=Counter)  #: by batch; see `RunTracker.retry`
     finished: bool = False
     generation: Generation | None = None  #: None unless it generates tokens
     sequence: int = 0  #: order of arrival

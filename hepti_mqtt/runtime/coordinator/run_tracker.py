@@ -147,7 +147,7 @@ class RunTracker:
         if not run.is_computing:
             return self._rewind(group, run, error, limit, now)
         items = run.open_items
-        attempts = 1 + max((item.request.losses[item.index] for item in items), default=0)
+        attempts = 1 + max((item.request.failed_attempts[item.index] for item in items), default=0)
         if len(run.items) == 1 and attempts < limit:
             return self.retry(group, run, now)
         if len(run.items) == 1:
@@ -185,12 +185,12 @@ class RunTracker:
         restarted: list[WorkItem] = []
         continued = [item for item in items if failed and item not in failed]
         for item in items:
-            request, losses = item.request, item.request.losses
+            request, attempts = item.request, item.request.failed_attempts
             if request.finished or item in continued:
                 continue
-            losses[item.index] += not blameless
-            if losses[item.index] >= MAX_ATTEMPTS:
-                text = f"Giving up after {losses[item.index]} attempts: devices left, or tensors were lost (a broker "
+            attempts[item.index] += not blameless
+            if attempts[item.index] >= MAX_ATTEMPTS:
+                text = f"Giving up after {attempts[item.index]} attempts: devices left, or tensors were lost (a broker "
                 text += "drops messages above max_queued_messages). See `hepti devices`, `hepti doctor` and the "
                 text += "planner's log."
                 out += self.fail_request(group, request, RemoteError(text), now)
@@ -201,7 +201,7 @@ class RunTracker:
         for item in restarted:
             if item.request.generation is not None:  # devices may have cached different rows
                 item.request.generation.session.leave()
-            if item.request.losses[item.index] > 1:  # the item may be the cause
+            if item.request.failed_attempts[item.index] > 1:  # the item may be the cause
                 item.request.unbatchable.add(item.index)
         group.queue.prepend([*continued, *restarted])
         return out
@@ -446,7 +446,7 @@ class RunTracker:
                 text += "the request; a device may be faulty (see `hepti devices`)."
                 return self.fail_request(group, request, RemoteError(text), now)
             if not 0 <= place < len(published):
-                request.losses.clear()
+                request.failed_attempts.clear()
         if generation.done:
             return out + self._answer_generation(group, item)
         try:
@@ -491,14 +491,14 @@ class RunTracker:
             if place is not None and item.request.generation is not None:
                 item.request.generation.rewind(place)
                 del item.request.stats[place:]
-                item.request.losses[item.index] += 1
+                item.request.failed_attempts[item.index] += 1
         for later in [r for r in group.runs.values() if r.run_id >= run.run_id and any(i in items for i in r.items)]:
             others = [item for item in later.open_items if item not in items]
             out += self._cancel(group, later, "retry", now)
             group.queue.prepend(others)
         group.queue.remove([item for item in group.queue if item in items])
         for item in items:
-            if item.request.losses[item.index] >= limit:
+            if item.request.failed_attempts[item.index] >= limit:
                 out += self.fail_request(group, item.request, error, now)
             else:
                 group.queue.prepend([item])
