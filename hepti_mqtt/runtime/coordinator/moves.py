@@ -129,7 +129,7 @@ class Moves:
         verdict = decide(self._situation(group, active, options, now))
         judgement = group.judgement
         judgement.verdict, judgement.may_gain, judgement.judged_s = verdict, may_gain, now
-        judgement.lessons = group.durations.lessons
+        judgement.learned_runs = group.durations.learned_runs
         return verdict
 
     def go_on(self, group: PlanGroup, run: Run, now: float) -> HandoverVerdict | None:

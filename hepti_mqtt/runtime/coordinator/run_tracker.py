@@ -56,7 +56,7 @@ class RunTracker:
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
         self._ended: list[
             tuple[PlanGroup, Run, float]
-        ] = []  #: ended runs that `lessons` has not yielded, and their ends
+        ] = []  #: ended runs that `estimate_updates` has not yielded, and their ends
         self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
@@ -260,7 +260,7 @@ class RunTracker:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Deliver a run with all reports; its estimates are updated (`lessons`) after the next dispatch."""
+        """Deliver a run with all reports; its estimates are updated (`estimate_updates`) after the next dispatch."""
         del group.runs[run.run_id]
         parts, reports = run.answers.parts, run.answers.reports
         self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)
@@ -272,7 +272,7 @@ class RunTracker:
         self._step(run, "report", now)
         return out
 
-    def lessons(self) -> Iterator[Callable[[], None]]:
+    def estimate_updates(self) -> Iterator[Callable[[], None]]:
         """Yield a function that updates estimates for each newly ended run, in order."""
         ended, self._ended = self._ended, []
         return (partial(self._learn, group, run, end_s) for group, run, end_s in ended)

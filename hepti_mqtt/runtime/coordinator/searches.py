@@ -274,7 +274,7 @@ class Searches:
         moved = estimates.moved(inputs, group.active_devices, now) if in_use else None
         has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
-        if moved is not None or has_changed or group.durations.lessons > group.judgement.lessons:
+        if moved is not None or has_changed or group.durations.learned_runs > group.judgement.learned_runs:
             verdict = self._moves.judge(group, now)
         group.judgement.judged_s = now
         is_unclear = estimates.is_unclear(group.active_devices, now)

@@ -197,9 +197,9 @@ class CoordinatorSession:
 
     def _learn(self) -> list[CoordinatorCommand]:
         """Update estimates by the runs that have ended."""
-        for lesson in self._run_tracker.lessons():
+        for update in self._run_tracker.estimate_updates():
             changed_s = self.fleet.estimates.last_change_s
-            lesson()
+            update()
             self._blame_changes(changed_s)
         return []
 
