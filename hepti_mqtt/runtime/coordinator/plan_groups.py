@@ -48,7 +48,7 @@ class PlanGroup:
     plans: PlanLifecycle
     durations: RunDurations
     pinned: bool = False  #: the pins come from requests, not from the planner's user
-    made_room: bool = False  #: evicted for another group's plan; waits for its next search
+    evicted: bool = False  #: evicted for another group's plan; waits for its next search
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)
@@ -138,7 +138,7 @@ class PlanGroup:
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
         assert len(set(items)) == len(items), "a batch runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"
-        assert not self.made_room or self.plans.wanted is not None
+        assert not self.evicted or self.plans.wanted is not None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class PlanGroup:
 # the one with the oldest last request ends first.
 #
 # If the plans of two groups do not fit on a device together, they take turns in the order of their requests: an evicted
-# group (`made_room`) gets its next plan when no group with a plan has older requests. The default group's plan returns
+# group (`evicted`) gets its next plan when no group with a plan has older requests. The default group's plan returns
 # without a request, `RESTORE_AFTER_S` after the last request for the pins in its place.
 
 
@@ -275,11 +275,11 @@ class PlanGroups:
 
     def check(self, in_flight: int) -> None:
         """Raise AssertionError if an invariant is broken, or a limit of pinned groups or concurrent runs exceeded."""
-        for slot in self:
-            slot.check()
+        for group in self:
+            group.check()
         for group in self.defaults():
             assert len(self.pinned(group.name)) <= MAX_PINNED_GROUPS
-            runs = [run for slot in self.of_model(group.name) for run in slot.runs.values()]
+            runs = [run for group in self.of_model(group.name) for run in group.runs.values()]
             computing = [run for run in runs if run.is_computing]
             for counted, limit in ((computing, in_flight), (runs, in_flight + MAX_UNREPORTED_RUNS)):
                 by_device = Counter(device for run in counted for device in run.plan.devices)
@@ -294,13 +294,13 @@ class PlanGroups:
         one_by_one = not any(s.plans.searching or s.plans.preparing for s in others)
         if group.pinned and not (one_by_one and self.may_run(group)):
             return False  # default groups do not wait
-        if not group.made_room:
+        if not group.evicted:
             return True
         return all(self._yields_to(s, group, now) for s in others if s.plans.in_use or s.plans.preparing)
 
     def may_run(self, group: PlanGroup) -> bool:
         """Return whether the first request of a group is older than all requests of evicted groups."""
-        waiting = [s for s in self.of_model(group.name) if s is not group and s.made_room]
+        waiting = [s for s in self.of_model(group.name) if s is not group and s.evicted]
         return all(group.queue.oldest_sequence() < s.queue.oldest_sequence() for s in waiting if s.queue)
 
     @staticmethod

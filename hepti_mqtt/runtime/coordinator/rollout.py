@@ -372,7 +372,7 @@ class Rollout:
         """End the plans of a group, and want its next search, which waits for its turn."""
         coming = group.plans.abandon_pending("make room", now, why)
         group.plans.make_room(now, why)
-        group.made_room = True
+        group.evicted = True
         group.plans.request_search(now, now, f"it made room {why}", forced=True)
         return self.release(coming.plan) if coming is not None else []
 

@@ -122,7 +122,7 @@ class Searches:
 
     def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
-        history, group.made_room = group.search_history, False
+        history, group.evicted = group.search_history, False
         history.began_inputs, history.began_site, history.began_s = self._fleet.estimates.means(), self._site(), now
         search = group.plans.start_search(kind, ticket, question.plan_version, now)
         return Solve(group.name, ticket, question, group.active, kind, search.plans)
