@@ -322,7 +322,7 @@ class _Planner:
             self.log.warning("lost the connection to the broker: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
             self.inbox.post(lambda: self.name_holder.handle_loss(time.monotonic()))
-            self.inbox.post(interface.BrokerConnection(online=False))
+            self.inbox.post(interface.BrokerState(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused) and state.topics != (DROPPED_TOPIC,):
@@ -548,7 +548,7 @@ class _Planner:
                 self._publish_event("alive", "is the broker alive?")  # the broker acknowledges this event
             elif verdict is not None:
                 self.log.warning("the broker %s", "is silent" if verdict == "away" else "is heard again")
-                self._handle(interface.BrokerConnection(online=verdict == "back", is_new=False))
+                self._handle(interface.BrokerState(online=verdict == "back", is_new=False))
         return interface.Tick(has_backlog=not self.inbox.empty(), heard_s=heard_s)
 
     def _run_guarded(self, action: Callable[[], None]) -> None:
@@ -675,7 +675,7 @@ class _Planner:
         self.echoes.clear()
         if self.retained_status is None:  # devices need its public key before the first command
             self._say("starting")
-        self._handle(interface.BrokerConnection(online=True))
+        self._handle(interface.BrokerState(online=True))
         self._announce("control")
         self.log.info(
             "planner of site %s, start %d, serves %s", self.config.site, self.start.term, ", ".join(self.models)

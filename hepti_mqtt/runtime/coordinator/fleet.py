@@ -30,7 +30,7 @@ from hepti_mqtt.protocol.messages import (
     is_compatible,
 )
 from hepti_mqtt.runtime.coordinator.interface import (
-    BrokerConnection,
+    BrokerState,
     CoordinatorCommand,
     CoordinatorEvent,
     DeviceStatus,
@@ -752,7 +752,7 @@ class LastWillDebounce:
             if event.status.state == "offline" and not event.status.reason:
                 self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
-        elif isinstance(event, BrokerConnection):
+        elif isinstance(event, BrokerState):
             if event.is_new:
                 self._held.clear()
             if event.online:

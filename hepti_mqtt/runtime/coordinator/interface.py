@@ -121,7 +121,7 @@ class WeightsUnreadable:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerConnection:
+class BrokerState:
     """The planner's connection to the broker is lost, or established.
 
     A device's silence means nothing while it is lost; a new broker may lack the retained messages.
@@ -152,7 +152,7 @@ CoordinatorEvent = (
     | PlanRecalled
     | PinPlan
     | WeightsUnreadable
-    | BrokerConnection
+    | BrokerState
     | Tick
 )
 

@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import UNWANTED, Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
     Answer,
-    BrokerConnection,
+    BrokerState,
     CoordinatorCommand,
     CoordinatorEvent,
     DeviceCaps,
@@ -118,7 +118,7 @@ class CoordinatorSession:
             PlanRecalled: self._searches.handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
-            BrokerConnection: self._connection,
+            BrokerState: self._handle_broker_state,
             Tick: self._tick,
         }
 
@@ -590,7 +590,7 @@ class CoordinatorSession:
             self.fleet.quarantine(device, now, is_silent)
             yield from self._handle_lost(device, how, now)
 
-    def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
+    def _handle_broker_state(self, event: BrokerState, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
         for run in self.groups.runs():  # the broker may have lost its frames
             run.broker_was_lost = True
