@@ -216,7 +216,7 @@ class Dispatcher:
             out.append(ReplicaLoad(plan, busy_s, token_s(plan) * factor, self._has_room(group, plan)))
         return out
 
-    def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
+    def hand_over(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Stop a run before a block, and dispatch the rest under another plan."""
         del group.runs[run.run_id]
         run.state = self._machine.step(f"run {run.run_id}", run.state, "continue", now)
@@ -264,7 +264,8 @@ class Dispatcher:
         end_s = max([now, *(run.times.expected_end_s for run in concurrent)]) + expectation.mean * alone_s
         probe_at_s = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
         # Doubled after each loss, so that a merely busy machine does not lose the request again.
-        patience_s = OVERDUE_S * 2 ** max(i.request.failed_attempts[i.index] for i in items) + OVERDUE_FACTOR * expected_s
+        attempts = max(item.request.failed_attempts[item.index] for item in items)
+        patience_s = OVERDUE_S * 2**attempts + OVERDUE_FACTOR * expected_s
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:

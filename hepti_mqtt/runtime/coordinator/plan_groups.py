@@ -279,7 +279,7 @@ class PlanGroups:
             group.check()
         for group in self.defaults():
             assert len(self.pinned(group.name)) <= MAX_PINNED_GROUPS
-            runs = [run for group in self.of_model(group.name) for run in group.runs.values()]
+            runs = [run for each in self.of_model(group.name) for run in each.runs.values()]
             computing = [run for run in runs if run.is_computing]
             for counted, limit in ((computing, in_flight), (runs, in_flight + MAX_UNREPORTED_RUNS)):
                 by_device = Counter(device for run in counted for device in run.plan.devices)

@@ -497,7 +497,7 @@ class PlanLifecycle:
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
 
-    def record_going_on(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+    def record_handover(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
         """Record in the story under which plan a run ends."""
         self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 

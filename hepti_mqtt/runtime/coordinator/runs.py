@@ -191,7 +191,7 @@ class Run:
         return plan_version in (self.plan_version, before)
 
     @property
-    def may_go_on(self) -> bool:
+    def may_be_handed_over(self) -> bool:
         """Return whether the run may continue under another plan: devices are between its blocks."""
         is_eligible = self.before is None and self.task_queue is None and not self.shape.session_rows
         has_answers = bool(self.answers.parts or self.answers.reports)

@@ -111,9 +111,8 @@ class Searches:
             return SearchKind.NAMED
         if is_awaited and wanted.origin is not SearchKind.HURRIED:  # otherwise a hurried search has just failed
             return SearchKind.HURRIED
-        late = [
-            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
-        ]
+        late = [r for r in group.runs.values() if r.lateness.is_late and not r.lateness.was_searched_for]
+        late = [run for run in late if run.may_be_handed_over]
         if group.active is None or not (late or wanted.kind is SearchKind.BRIEF):
             return SearchKind.WHOLE
         for run in late:

@@ -487,41 +487,42 @@ class CoordinatorSession:
         self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
-    def _go_on(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
+    def _hand_over(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
         """Move runs and texts of earlier plans to the active plan if the rule says so."""
         active, before = group.plans.active, group.plans.retiring
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
             judged = (active.version, run.progress)
-            if not run.may_go_on or run.lateness.judged == judged or run.plan_version in active.versions:
+            if not run.may_be_handed_over or run.lateness.judged == judged or run.plan_version in active.versions:
                 continue
             last, run.lateness.judged = run.lateness.judged, judged
             is_first = last is None or last[0] != active.version
-            if (verdict := self._moves.go_on(group, run, now)) is not None:
-                yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
-                if verdict.goes:
-                    yield from self._run_tracker.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
+            if (verdict := self._moves.judge_run_handover(group, run, now)) is not None:
+                yield from self._record_handover(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
+                if verdict.hands_over:
+                    block = verdict.border.start
+                    yield from self._run_tracker.dispatcher.hand_over(group, run, active.plan, block, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
             if text is None or text.session.plan_version not in record.versions:
                 continue
-            verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
+            verdict = None if active is None else self._moves.judge_text_handover(group, request, now)
             if active is not None and verdict is not None:
                 is_first, text.session.judged_for = text.session.judged_for != active.version, active.version
-                yield from self._record_going_on(group, "a text", record.version, verdict, is_first, now)
-            if verdict is None or verdict.goes:
+                yield from self._record_handover(group, "a text", record.version, verdict, is_first, now)
+            if verdict is None or verdict.hands_over:
                 text.session.leave()
 
     @staticmethod
-    def _record_going_on(
+    def _record_handover(
         group: PlanGroup, subject: str, before: PlanVersion, verdict: HandoverVerdict, is_first: bool, now: float
     ) -> Iterator[CoordinatorCommand]:
         """Record the first verdict on a run or text, and a move to the active plan, in the story."""
-        text = f"{subject} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+        text = f"{subject} {'goes on' if verdict.hands_over else 'ends under its plan'}; {verdict}"
         active = group.plans.active
-        if active is not None and (is_first or verdict.goes):
-            group.plans.record_going_on(before, active.version if verdict.goes else before, text, now)
-        if verdict.goes:
+        if active is not None and (is_first or verdict.hands_over):
+            group.plans.record_handover(before, active.version if verdict.hands_over else before, text, now)
+        if verdict.hands_over:
             yield LogEvent("continued", text)
 
     def _advance(self, now: float) -> list[CoordinatorCommand]:
@@ -529,7 +530,7 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
+            out += [*self._hand_over(group, now), *self._rollout.release_idle(group, now)]
         for group in self.groups.pinned():
             if group.idle and group.plans.in_use is None and group.plans.preparing is None:
                 out += self._rollout.close_group(group, now, "it has no plan and no requests")
