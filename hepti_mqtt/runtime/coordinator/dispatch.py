@@ -242,7 +242,7 @@ class Dispatcher:
         for generation in generations:
             if generation.session.plan_version != plan.version:
                 out += self._caches.begin(group, plan, generation)
-        steps = bool(generations) and all(g.joins for g in generations)
+        is_step = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
         group.recent.shapes[part.shape] = None
         kind = self._kind_of(group, plan, part.shape)
@@ -286,7 +286,7 @@ class Dispatcher:
             DeviceAnswers(ids=ids),
             task_queue=TaskQueue(kind.tasks, plan.devices, now) if kind.tasks else None,
             before=None if continued is None else continued[0],
-            steps=steps,
+            is_step=is_step,
         )
         return out
 

@@ -36,7 +36,7 @@ def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
     A decoding step waits for running steps, so that it joins the next ones.
     """
     together = group.served.batching.max_requests > 1
-    stepping = {r.plan_version for r in group.runs.values() if together and r.steps and r.is_computing}
+    stepping = {r.plan_version for r in group.runs.values() if together and r.is_step and r.is_computing}
     versions = {plan.version for plan in group.usable_executables}
     used = max((reserved_rows(group, version) for version in versions), default=0)
     begun = {plan.version for plan in group.session_plans}

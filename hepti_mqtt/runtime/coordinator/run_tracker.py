@@ -389,7 +389,7 @@ class RunTracker:
         self._ahead.note_answered(run.run_id)
         if run.other_work.alone:
             group.durations.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
-        run.places = tuple(
+        run.step_indices = tuple(
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
         )
         for place, item in enumerate(run.items):
@@ -405,16 +405,16 @@ class RunTracker:
     ) -> list[CoordinatorCommand]:
         """Take the reports of a run after its tokens; a different output means that a part was forged."""
         open_items = [
-            (item, place)
-            for item, place in zip(run.items, run.places, strict=True)
-            if place is not None and not item.request.finished
+            (item, index)
+            for item, index in zip(run.items, run.step_indices, strict=True)
+            if index is not None and not item.request.finished
         ]
         if open_items and run.output is not None and not np.array_equal(run.output, output):
             error = RemoteError("parts of an answer were not sent by the devices")
             return self._rewind(group, run, error, MAX_ATTEMPTS, now)
         out: list[CoordinatorCommand] = []
-        for item, place in open_items:
-            item.request.stats[place] = stats
+        for item, index in open_items:
+            item.request.stats[index] = stats
             out += self._answer_generation(group, item)
         return out
 
@@ -483,14 +483,14 @@ class RunTracker:
         self, group: PlanGroup, run: Run, error: HeptiError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
         """Discard the tokens since a run with a contradicted output, and retry; fail after `limit` attempts."""
-        rewound = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
-        items, out = [item for item, place in rewound if place is not None], list[CoordinatorCommand]()
+        rewound = [(i, index) for i, index in zip(run.items, run.step_indices, strict=True) if not i.request.finished]
+        items, out = [item for item, index in rewound if index is not None], list[CoordinatorCommand]()
         if not items:
             return self._cancel(group, run, "cancel", now)
-        for item, place in rewound:
-            if place is not None and item.request.generation is not None:
-                item.request.generation.rewind(place)
-                del item.request.stats[place:]
+        for item, index in rewound:
+            if index is not None and item.request.generation is not None:
+                item.request.generation.rewind(index)
+                del item.request.stats[index:]
                 item.request.failed_attempts[item.index] += 1
         for later in [r for r in group.runs.values() if r.run_id >= run.run_id and any(i in items for i in r.items)]:
             others = [item for item in later.open_items if item not in items]
