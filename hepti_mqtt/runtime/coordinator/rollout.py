@@ -31,7 +31,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
-from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
+from hepti_mqtt.runtime.coordinator.load_text import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.orders import Orders
