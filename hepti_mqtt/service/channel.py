@@ -32,7 +32,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 # Answers to resend: the broker reported no subscriber, or the send queue was full.
 
 
-UNDELIVERED: Final = 256  # answers; each may occupy one of the broker's in-flight requests (512)
+UNDELIVERED: Final = 256  # of all clients; each leaves its request unacknowledged in the broker's delivery window
 UNDELIVERED_BYTES: Final = 32 << 20
 CLIENT_UNDELIVERED: Final = 64  # per client, so that a client without subscription displaces no other client's answers
 CLIENT_UNDELIVERED_BYTES: Final = 16 << 20
@@ -455,7 +455,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.add(delivery.receipt, inf)  # until `begin`
+            self._window.add(delivery.receipt, inf)  # its age counts from `begin`
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
