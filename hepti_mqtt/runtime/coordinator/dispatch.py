@@ -1,4 +1,4 @@
-"""Dispatch: which queued requests run next, under which plan or replica, and when."""
+"""The start of runs: which queued requests run next, under which plan or replica, and when."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ OVERDUE_MAX_S: Final = 300.0  # limit of the timeout, because predictions may be
 
 
 class ReplicaLoad(NamedTuple):
-    """A replica: predicted end of its runs, seconds per token, and whether it has room for a run."""
+    """The load of a replica."""
 
-    plan: Plan
-    busy_s: float
-    token_s: float
-    has_room: bool
+    plan: Plan  #: of the replica
+    busy_s: float  #: predicted end of its runs
+    token_s: float  #: predicted seconds per token
+    has_room: bool  #: for another run
 
 
 class Assignment(NamedTuple):
-    """The plan of the next run, and the limit of its queued items; None: no limit."""
+    """Where the next run goes."""
 
     plan: Plan
-    max_items: int | None = None
+    max_items: int | None = None  #: limit of its items, None for no limit
 
 
 def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) -> Assignment | None:
@@ -72,9 +72,9 @@ def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) 
     Each request goes to the replica that finishes it first, given the requests before it.
     """
     sizes = (float(max(item.tokens, _min_tokens(loads[0].plan))) for item in queue.in_turn())
-    dealt = list(route_to_replicas(now, [(load.busy_s, load.token_s) for load in loads], sizes))
-    first = next((i for i in dealt if loads[i].has_room), None)
-    return None if first is None else Assignment(loads[first].plan, dealt.count(first))
+    targets = list(route_to_replicas(now, [(load.busy_s, load.token_s) for load in loads], sizes))
+    first = next((i for i in targets if loads[i].has_room), None)
+    return None if first is None else Assignment(loads[first].plan, targets.count(first))
 
 
 def token_s(plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""Plan groups: the plans, requests and measurements of one model under one set of pins."""
+"""Plan groups: each holds the plans, requests and runs of one model under one set of pins."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class RecentRequests:
 class PlanGroup:
     """One model under one set of pins."""
 
-    served: ServedModel
-    plans: PlanLifecycle
-    durations: RunDurations
-    pinned: bool = False  #: the pins come from requests, not from the planner's user
-    evicted: bool = False  #: evicted for another group's plan; waits for its next search
+    served: ServedModel  #: the model
+    plans: PlanLifecycle  #: from the wanted search to the release
+    durations: RunDurations  #: of its runs
+    pinned: bool = False  #: the pins come from requests, not from the operator
+    evicted: bool = False  #: its plan made room for another group's, and its next search waits for its turn
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)
-    pace: RequestPace = field(default_factory=RequestPace)
+    pace: RequestPace = field(default_factory=RequestPace)  #: of its requests
     recent: RecentRequests = field(default_factory=RecentRequests)
-    queue: FairQueue = field(default_factory=FairQueue)
-    runs: dict[int, Run] = field(default_factory=dict)
+    queue: FairQueue = field(default_factory=FairQueue)  #: of its requests
+    runs: dict[int, Run] = field(default_factory=dict)  #: active runs by run id
     error: HeptiError | None = None  #: why there is no plan
     failed_preparations: int = 0  #: in a row
     missing_bytes: dict[str, int] = field(default_factory=dict)  #: memory that devices lacked for refused plans
@@ -162,28 +162,28 @@ class PlanGroups:
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
-        self._own = dict[str, PlanGroup]()
+        self._defaults = dict[str, PlanGroup]()
         for model in served:
             plans = PlanLifecycle(model.name, model.pins, counters, TransitionLog(f"plans of {model.name}"))
-            self._own[model.name] = PlanGroup(model, plans, RunDurations(model, plans, site))
+            self._defaults[model.name] = PlanGroup(model, plans, RunDurations(model, plans, site))
         self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
-        self._of_model = {name: [group] for name, group in self._own.items()}
+        self._of_model = {name: [group] for name, group in self._defaults.items()}
         self._illegal = 0  # illegal steps that were reported
 
     def __iter__(self) -> Iterator[PlanGroup]:
-        return iter([*self._own.values(), *self._pinned])
+        return iter([*self._defaults.values(), *self._pinned])
 
     def __contains__(self, model: str) -> bool:
-        return model in self._own
+        return model in self._defaults
 
     def defaults(self) -> list[PlanGroup]:
         """Return the default group of every model."""
-        return list(self._own.values())
+        return list(self._defaults.values())
 
     def default(self, model: str) -> PlanGroup:
         """Return the default group of a model; raises KeyError if the model is not served."""
-        return self._own[model]
+        return self._defaults[model]
 
     def of_model(self, model: str) -> list[PlanGroup]:
         """Return all groups of a model, the default group first; none if the model is not served."""
@@ -195,14 +195,14 @@ class PlanGroups:
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
         """Return the group of a model under these pins, None if it does not exist yet."""
-        own = self._own[model]
+        own = self._defaults[model]
         if pins is None or pins == own.plans.pins:
             return own
         return next((group for group in self._pinned if group.name == model and group.plans.pins == pins), None)
 
     def add(self, model: str, pins: Pins) -> PlanGroup:
         """Add a group for pins."""
-        own = self._own[model]
+        own = self._defaults[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
         durations = RunDurations(own.served, plans, own.durations.site, own.durations.methods)
         group = PlanGroup(own.served, plans, durations, pinned=True)

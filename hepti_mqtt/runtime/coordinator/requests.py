@@ -156,7 +156,7 @@ class WorkItem:
 
     @property
     def turn(self) -> int:
-        """Return the tokens to count for its client; a prompt counts half, because it has no answer yet."""
+        """Return the tokens that count for its client's turn; those of a prompt count half."""
         return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
 
     @property

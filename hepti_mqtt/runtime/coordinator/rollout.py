@@ -55,7 +55,7 @@ PUBLISHED_TRANSITIONS: Final = 32  # in a published record
 class Rollout:
     """Prepares, activates and releases the plans of all groups; the session decides which plan comes next.
 
-    in_flight: runs at once per model.
+    in_flight: concurrent runs of a model on a device.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgre
 
 
 class RunTracker:
-    """The runs of every plan group; the session decides which plan is active.
+    """Follows the runs of all plan groups to their end; the dispatcher begins them.
 
     in_flight: concurrent runs of a model on a device, over all pins. counters: invalid and late frames and messages.
     """
@@ -54,9 +54,8 @@ class RunTracker:
         self._ahead = StepsAhead(self._orders, ids)
         self.caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
-        self._ended: list[
-            tuple[PlanGroup, Run, float]
-        ] = []  #: ended runs that `estimate_updates` has not yielded, and their ends
+        #: Ended runs with their end times, until `estimate_updates` yields them.
+        self._ended: list[tuple[PlanGroup, Run, float]] = []
         self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
@@ -115,7 +114,7 @@ class RunTracker:
         elif frame.kind == "done" and len(frame.numbers) == 4:
             run.answers.reports[event.device] = frame.numbers
             if run.task_queue is not None and event.device == run.plan.root:
-                # Only now: until the root has ended, results that are lost with their device are leased again.
+                # End the leases only now: until the root has ended, the tasks of a lost device are leased again.
                 others = (d for d in run.plan.devices if d != event.device and d not in run.answers.lost_devices)
                 out += [self._orders.lease(run.plan, run.run_id, device, ()) for device in others]
         else:
@@ -126,7 +125,7 @@ class RunTracker:
         return out if output is None else [*out, *self._deliver(group, run, output, now, reported=False)]
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
-        """Retry a run after a loss; after a device's error, retry it once."""
+        """Retry a run after a loss (`RunFailed.code`); after another error of a device, retry it once."""
         if (target := self._run_of(device, message)) is None:
             self._counters["late"] += not self._ahead.keep_report(device, message)
             return []
@@ -137,7 +136,7 @@ class RunTracker:
             lost = run.items_of(message.sessions)
             reused = message.code == "session" and self.caches.forget_prefixes(run.plan_version, lost)
             return out + self.retry(group, run, now, same_loss or message.code == "passed" or reused, lost)
-        # The device's input or this message may be forged, or the device may lack memory.
+        # A second attempt may succeed: the input or this message may be forged, or the device may lack memory now.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2, now)
 
     def _retry_or_fail(
@@ -153,7 +152,7 @@ class RunTracker:
         if len(run.items) == 1:
             out = self._cancel(group, run, "cancel", now)
             return out + (self.fail_request(group, run.items[0].request, error, now) if items else [])
-        for item in items:  # cached rows may follow from forged frames
+        for item in items:  # its cached rows may come from forged frames
             if item.request.generation is not None:
                 item.request.generation.session.leave()
         out = self._cancel(group, run, "retry", now)
@@ -177,7 +176,7 @@ class RunTracker:
     ) -> list[CoordinatorCommand]:
         """Cancel a run and queue its items first; a request fails after too many attempts.
 
-        blameless: it does not count as a failed attempt. failed: items whose KV caches are lost restart, the others
+        blameless: the attempt does not count as failed. failed: items whose KV caches are lost restart, the others
         continue; if empty, all items restart.
         """
         items = run.open_items
@@ -260,7 +259,7 @@ class RunTracker:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Deliver a run with all reports; its estimates are updated (`estimate_updates`) after the next dispatch."""
+        """Deliver a run with all reports; `estimate_updates` yields its update of estimates."""
         del group.runs[run.run_id]
         parts, reports = run.answers.parts, run.answers.reports
         self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)

@@ -192,7 +192,7 @@ class Run:
 
     @property
     def may_be_handed_over(self) -> bool:
-        """Return whether the run may continue under another plan: devices are between its blocks."""
+        """Return whether another plan may continue the run: once, between two blocks, before any part of the output."""
         is_eligible = self.before is None and self.task_queue is None and not self.shape.session_rows
         has_answers = bool(self.answers.parts or self.answers.reports)
         return is_eligible and self.progress is not None and not has_answers and self.is_computing

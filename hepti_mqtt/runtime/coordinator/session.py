@@ -1,8 +1,8 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-A change of devices or measurements starts a search (`Solve`, run by the shell). The rule (`moves.py`) decides by its
-result, and again after runs, whether to move. A move prepares a plan; requests run under the active plan.
-Whatever is lost, a request ends with the right answer or an error.
+A change of devices or estimates starts a search (`Solve`, run by the shell). After each search, and between searches,
+the rule (`moves.py`) decides whether the model moves to another plan. A move prepares that plan; meanwhile requests run
+under the active one. Whatever is lost, a request ends with the right answer or an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BEFORE_S: Final = 2.0  # a change may have begun this much earlier than detected
 LATE_BLOCKS: Final = 1  # a run may be at the end of its reported block
 LATE_FACTOR: Final = 1.5  # a run is late after this multiple of its expected duration
 
-Step = Callable[[], Iterable[CoordinatorCommand]]
+Action = Callable[[], Iterable[CoordinatorCommand]]
 
 
 class CoordinatorSession:
@@ -125,7 +125,7 @@ class CoordinatorSession:
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Handle an event; return its commands.
 
-        If a step raises, the other steps still run. The next call returns their commands, because the state has
+        If an action raises, the other actions still run. The next call returns their commands, because the state has
         already changed.
         """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
@@ -150,13 +150,13 @@ class CoordinatorSession:
         # Writing an answer takes longer than sending devices their next run.
         return sorted(out, key=lambda command: isinstance(command, Answer))
 
-    def _change_runs(self, act: Step, model: str, now: float) -> None:
+    def _change_runs(self, act: Action, model: str, now: float) -> None:
         """Handle an event that changes no plan: only runs of its model may begin."""
         self._do([act, partial(self._run_tracker.dispatch_ready, model, now)])
 
     def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
         """Handle an event, then release, prepare, dispatch and search."""
-        self._mark_runs_beside_work()
+        self._mark_other_work()
         self._is_settled, self._snapshot = False, None
         self._do(
             [
@@ -174,17 +174,17 @@ class CoordinatorSession:
             for group in self.groups
         )
 
-    def _do(self, steps: Iterable[Step]) -> None:
-        """Collect the commands of all steps, including those before an error; then raise every error."""
+    def _do(self, actions: Iterable[Action]) -> None:
+        """Collect the commands of all actions, including those before an error; then raise every error."""
         errors: list[Exception] = []
-        for step in steps:
+        for action in actions:
             try:
-                for command in step():
+                for command in action():
                     self._pending.append(command)
             except Exception as error:
                 errors.append(error)
         if len(errors) > 1:
-            raise ExceptionGroup("several steps of one event failed", errors)
+            raise ExceptionGroup("several actions of one event failed", errors)
         if errors:
             raise errors[0]
 
@@ -211,7 +211,7 @@ class CoordinatorSession:
 
     @property
     def due_s(self) -> float:
-        """Return when a Tick is needed for delayed batches; infinity if there are none."""
+        """Return when a Tick is needed for a delayed batch or a late lease; infinity if there is none."""
         return self._run_tracker.due_s
 
     def active_plan(self, model: str) -> Plan | None:
@@ -315,7 +315,8 @@ class CoordinatorSession:
         loading = (record.unready_devices for record in coming if record is not None)
         return self._standby.loading_devices.union(*loading)
 
-    def _mark_runs_beside_work(self) -> None:
+    def _mark_other_work(self) -> None:
+        """Mark the runs during which devices load or the planner searches, because this work slows them down."""
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in self.groups.runs():
@@ -324,6 +325,7 @@ class CoordinatorSession:
             run.other_work.only_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
+        """Handle a device that has joined, is starting or has left, as `Fleet` reports; None: nothing changed."""
         if change == "joined":
             for group in self.groups:
                 group.crash_backoff.record_return(device, self.fleet.member(device).boot, now)
@@ -488,7 +490,7 @@ class CoordinatorSession:
         return []
 
     def _hand_over(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
-        """Move runs and texts of earlier plans to the active plan if the rule says so."""
+        """Hand runs and texts of earlier plans over to the active plan if the rule says so."""
         active, before = group.plans.active, group.plans.retiring
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
@@ -517,8 +519,9 @@ class CoordinatorSession:
     def _record_handover(
         group: PlanGroup, subject: str, before: PlanVersion, verdict: HandoverVerdict, is_first: bool, now: float
     ) -> Iterator[CoordinatorCommand]:
-        """Record the first verdict on a run or text, and a move to the active plan, in the story."""
-        text = f"{subject} {'goes on' if verdict.hands_over else 'ends under its plan'}; {verdict}"
+        """Record the first verdict on a run or text, and each handover, in the story."""
+        what = "continues under the active plan" if verdict.hands_over else "ends under its plan"
+        text = f"{subject} {what}; {verdict}"
         active = group.plans.active
         if active is not None and (is_first or verdict.hands_over):
             group.plans.record_handover(before, active.version if verdict.hands_over else before, text, now)
@@ -593,7 +596,7 @@ class CoordinatorSession:
 
     def _handle_broker_state(self, event: BrokerState, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
-        for run in self.groups.runs():  # the broker may have lost its frames
+        for run in self.groups.runs():  # the broker may have lost frames of it
             run.broker_was_lost = True
         if event.online:  # devices could not be heard, so restart their timeouts
             self.fleet.reset_silence(now)

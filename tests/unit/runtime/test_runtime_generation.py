@@ -19,8 +19,8 @@ from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
-from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
 from hepti_mqtt.runtime.coordinator.run_tracker import MAX_ATTEMPTS
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
 PROMPT = (3, 1, 4, 1)
