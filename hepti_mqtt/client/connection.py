@@ -168,7 +168,7 @@ class Connection:
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
-            had_plan = self._has_plan(model)  # before sending: a later plan is no reason to raise
+            had_plan = self._has_plan(model)  # before sending: if a plan comes later, send again
             future = self._submit(model, None, request)
             try:
                 if not await self._wait(future, max(until - time.monotonic(), 0.0)):

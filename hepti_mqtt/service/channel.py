@@ -249,7 +249,7 @@ class Journal:
             return _mark_of(key) in self._answered
 
     def close(self) -> None:
-        """Close the file: no open request has ended this planner, so its redelivery did not count."""
+        """Close the file after a normal stop: no request has ended this planner, so its redeliveries do not count."""
         with self._lock:
             for mark in self._redelivered_now:
                 self._append(_ENDED, mark)
@@ -375,7 +375,7 @@ PROBE_S: Final = 5.0  # from the start to the probe of the broker's limits, so t
 CLOSED_S: Final = 0.5  # timeout of the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
 RESEND_FOR_S: Final = 20.0  # clients resubscribe within this time after a broker crash that lost subscriptions
-LOST_S: Final = 60.0  # an unlisted delivery this old is lost: reading it and resending its answer take less
+LOST_S: Final = 60.0  # a delivery this old that the journal lacks is lost: reading and resending take less
 
 
 class RequestChannel:

@@ -263,7 +263,7 @@ class Dispatcher:
         alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
         end_s = max([now, *(run.times.expected_end_s for run in concurrent)]) + expectation.mean * alone_s
         probe_at_s = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
-        # Doubled after each loss, so that a merely busy machine does not lose the request again.
+        # Doubled after each failed attempt, so that a merely busy machine does not lose the request again.
         attempts = max(item.request.failed_attempts[item.index] for item in items)
         patience_s = OVERDUE_S * 2**attempts + OVERDUE_FACTOR * expected_s
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)

@@ -58,7 +58,7 @@ def select_batch(
 
 
 def _waits_until(delay_s: float, item: WorkItem) -> float:
-    """Return how long a request may wait for others: for the delay, and until the delay before its deadline."""
+    """Return until when a request may wait for others: for the delay, at most until `delay_s` before its deadline."""
     deadline_s = inf if item.request.deadline_s is None else item.request.deadline_s
     return min(item.request.arrived_s + delay_s, deadline_s - delay_s)
 
@@ -77,7 +77,7 @@ class FairQueue:
         self._front: deque[WorkItem] = deque()
         self._lines: dict[str, deque[WorkItem]] = {}
         self._tokens_served: dict[str, int] = {}  # tokens served to clients with queued items
-        self._last_served_tokens = 0  # tokens served to the last client in turn before its turn
+        self._last_served_tokens = 0  # count of the client that was last in turn, before that turn
         self._served_before = Recent[str, int](MAX_REMEMBERED_CLIENTS)  # tokens served to clients without queued items
 
     def copy(self) -> FairQueue:

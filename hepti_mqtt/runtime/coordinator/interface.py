@@ -97,7 +97,7 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecalled:
-    """The plan of a model in the retained record of an earlier planner; None if there is no record."""
+    """The plan of an earlier planner, from its retained record or the state file; None if there is none."""
 
     model: str
     recalled: EarlierPlan | None

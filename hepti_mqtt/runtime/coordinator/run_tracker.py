@@ -142,7 +142,7 @@ class RunTracker:
     def _retry_or_fail(
         self, group: PlanGroup, run: Run, error: RemoteError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Run each item of a failed run again in a run of its own; fail a single item after `limit` attempts."""
+        """Run each item of a failed run again alone; fail a single item after `limit` attempts; rewind taken tokens."""
         if not run.is_computing:
             return self._rewind(group, run, error, limit, now)
         items = run.open_items

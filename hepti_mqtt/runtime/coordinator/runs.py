@@ -156,7 +156,7 @@ class Run:
     dispatch_bytes: int
     other_work: OtherWork
     kind: RunKind
-    state: RunState = "dispatched"  #: the run tracker alone steps it
+    state: RunState = "dispatched"  #: changed by the run tracker and, at a handover, by the dispatcher
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)
     lateness: Lateness = field(default_factory=Lateness)
     probed_s: float | None = None  #: when its devices were probed
@@ -182,7 +182,7 @@ class Run:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether devices may still compute it: it has no output, or no delivered tokens."""
+        """Return whether devices may still compute it: until all reports, or for texts until their tokens are taken."""
         return self.state == "dispatched" or not self.step_indices
 
     def needs(self, plan_version: PlanVersion) -> bool:
