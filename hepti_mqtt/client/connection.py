@@ -1,4 +1,4 @@
-"""The common base of both clients: their methods as coroutines. Each client implements `_wait`."""
+"""The base of the blocking and the asyncio client: methods as coroutines; each client implements `_wait`."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ class AnswerStream(Future[Answer]):
         return [{"index": index, "token": tokens[index], "text": ""} for index in range(first, len(tokens))]
 
 
-def settle(token: object, outcome: Answer | HeptiError) -> None:
+def settle(handle: object, outcome: Answer | HeptiError) -> None:
     """Give a future its answer or error, unless it was cancelled."""
-    assert isinstance(token, Future)
-    if not token.set_running_or_notify_cancel():
+    assert isinstance(handle, Future)
+    if not handle.set_running_or_notify_cancel():
         return
     if isinstance(outcome, HeptiError):
-        token.set_exception(outcome)
+        handle.set_exception(outcome)
     else:
-        token.set_result(outcome)
+        handle.set_result(outcome)
 
 
 def _start_timer(seconds: float, act: Callable[[], None]) -> threading.Timer:
@@ -105,7 +105,7 @@ def _start_timer(seconds: float, act: Callable[[], None]) -> threading.Timer:
 
 
 class Connection:
-    """A connection to a site, of either client; all methods may be called from any thread."""
+    """A client's connection to a site; all methods may be called from any thread."""
 
     def __init__(self, url: BrokerUrl, site: str, client_id: str) -> None:
         self.site, self.client_id = check_name("site", site), check_name("client", client_id)
@@ -144,8 +144,8 @@ class Connection:
             if self._late_timer is not None:
                 self._late_timer.cancel()
             ended = self._session.abandon()
-        for token in ended:
-            settle(token, NetworkError("the client was closed before the answer came"))
+        for handle in ended:
+            settle(handle, NetworkError("the client was closed before the answer came"))
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Connection:
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
-            had_plan = self._has_plan(model)  # before sending: a later plan is no reason to raise
+            had_plan = self._has_plan(model)  # before sending: if a plan comes later, send again
             future = self._submit(model, None, request)
             try:
                 if not await self._wait(future, max(until - time.monotonic(), 0.0)):
@@ -222,20 +222,20 @@ class Connection:
         self._send(model, request_id or uuid.uuid4().hex, request_body(**request), future)
         return future
 
-    def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
+    def _send(self, model: str, request_id: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
-            publication = self._session.add_request(model, name, body, future, time.perf_counter())
+            publication = self._session.add_request(model, request_id, body, future, time.perf_counter())
             self._schedule_check()
-        future.add_done_callback(lambda _: self._forget(model, name, future))
+        future.add_done_callback(lambda _: self._forget(model, request_id, future))
         try:
             self._transport.publish(publication.topic, publication.payload, 1)
         except HeptiError:
-            self._forget(model, name, future)
+            self._forget(model, request_id, future)
             raise
 
-    def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
+    def _forget(self, model: str, request_id: str, future: Future[Answer]) -> None:
         with self._changed:
-            cancel = self._session.forget(model, name, future)
+            cancel = self._session.forget(model, request_id, future)
             is_reachable = self._connected and self._session.planner_online
         if cancel is not None:  # no caller is left
             # At QoS 0 the cancel overtakes requests that the broker holds back.
@@ -458,7 +458,7 @@ class Connection:
             elif state.token != self._answers_token:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._notify()
-        for token in refused:
+        for handle in refused:
             assert refusal is not None
-            settle(token, refusal)
+            settle(handle, refusal)
         self._publish_again(again)

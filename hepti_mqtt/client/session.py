@@ -184,7 +184,7 @@ class RequestEnded(NamedTuple):
 
 
 class _Caller(NamedTuple):
-    handle: object
+    handle: object  #: the caller's own, returned with its answer
     since_s: float
 
 
@@ -337,45 +337,45 @@ class ClientSession:
         return bool(self.records[key].get("boot", boot) == boot)
 
     def add_request(
-        self, model: str, request: str, body: Mapping[str, Any], token: object, now: float
+        self, model: str, request_id: str, body: Mapping[str, Any], handle: object, now: float
     ) -> RequestPublish:
         """Add a request, or one more caller of a pending one, and return what to publish.
 
         Raises BadNameError, RequestError if it is not valid JSON, IdInUseError if another request with this id is
         pending.
         """
-        check_name("request", request)
+        check_name("request", request_id)
         try:
-            payload = json.dumps({**body, "id": request}, allow_nan=False, default=_plain).encode()
+            payload = json.dumps({**body, "id": request_id}, allow_nan=False, default=_plain).encode()
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
         publication = RequestPublish(self.topics.request(model, self.client), payload)
-        waiting = self._pending.get((model, request), _PendingRequest(publication, [], now))
+        waiting = self._pending.get((model, request_id), _PendingRequest(publication, [], now))
         if waiting.publication != publication:
-            raise IdInUseError.of(request)
-        waiting.callers.append(_Caller(token, now))
-        self._pending[model, request] = waiting
+            raise IdInUseError.of(request_id)
+        waiting.callers.append(_Caller(handle, now))
+        self._pending[model, request_id] = waiting
         return publication
 
-    def forget(self, model: str, request: str, token: object) -> RequestPublish | None:
+    def forget(self, model: str, request_id: str, handle: object) -> RequestPublish | None:
         """Remove one caller of a request.
 
         Return the cancel message, or None if the request has ended or other callers wait.
         """
-        waiting = self._pending.get((model, request))
+        waiting = self._pending.get((model, request_id))
         if waiting is None:
             return None
-        waiting.callers[:] = [caller for caller in waiting.callers if caller.handle is not token]
+        waiting.callers[:] = [caller for caller in waiting.callers if caller.handle is not handle]
         if waiting.callers:
             return None
-        del self._pending[model, request]
-        return RequestPublish(waiting.publication.topic, json.dumps({"cancel": request}).encode())
+        del self._pending[model, request_id]
+        return RequestPublish(waiting.publication.topic, json.dumps({"cancel": request_id}).encode())
 
     def abandon(self) -> list[object]:
         """Drop all requests; return their handles."""
-        tokens = [caller.handle for p in self._pending.values() for caller in p.callers]
+        handles = [caller.handle for p in self._pending.values() for caller in p.callers]
         self._pending.clear()
-        return tokens
+        return handles
 
     def drop_refused(self, topics: Iterable[str]) -> list[object]:
         """Drop the requests that the broker refused; return their handles."""

@@ -27,7 +27,7 @@ SAMPLED: Final[Mapping[str, Key]] = {
 
 
 def bounded(most: Any) -> Any:
-    """Return a bound of tokens, None for all that fit, which is -1 or -2."""
+    """Return a limit of tokens; None, for as many as fit, if it is negative."""
     return None if most < 0 else most
 
 

@@ -342,7 +342,7 @@ class HandoverVerdict:
     rest_s: float  #: expected seconds of the rest under the present plan
     gain_s: float  #: expected gain in seconds
     probability: float  #: that the handover gains
-    goes: bool  #: the request is handed over
+    hands_over: bool  #: the request is handed over
     why: str = ""  #: another reason against the handover
 
     def __str__(self) -> str:
@@ -358,8 +358,8 @@ def weigh_handover(active: Option, other: Option, border: Border) -> HandoverVer
     moved_s = border.moved_s + RULE.handover_s
     go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + moved_s
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
-    goes = left > until and rest_s > RULE.least_rest_s and probability >= RULE.sure
-    return HandoverVerdict(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
+    hands_over = left > until and rest_s > RULE.least_rest_s and probability >= RULE.sure
+    return HandoverVerdict(border, rest_s, rest_s - float(go_s.mean()), probability, hands_over)
 
 
 def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float) -> bool:

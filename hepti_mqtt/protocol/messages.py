@@ -303,6 +303,8 @@ class KeptSessions(_PlanMessage):
 class RunFailed(_RunMessage):
     """Agent to planner: a run failed on this device."""
 
+    #: of an error, or of a loss: `wire` (an invalid frame), `session` (KV caches), `link` (a connection to a peer),
+    #: `passed` (too late for a handover)
     code: str
     text: str
     sessions: tuple[int, ...] = ()  #: sessions of the run that the device has lost

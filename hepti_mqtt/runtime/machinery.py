@@ -1,4 +1,4 @@
-"""State tables, and the story of the last transitions.
+"""What coordinator and worker share: state tables, the story of their transitions, and the command `Publish`.
 
 States change only by the steps of a table. The table follows h11 (`_state.py`), the story follows dask.distributed
 (`worker_state_machine.py`, `story`).
@@ -43,7 +43,7 @@ class Transition:
 
 
 class TransitionLog:
-    """The last `MAX_TRANSITIONS` transitions of an owner's things, oldest first."""
+    """A story: the last `MAX_TRANSITIONS` transitions of all things that share it, oldest first."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -51,7 +51,7 @@ class TransitionLog:
         self._transitions: deque[Transition] = deque(maxlen=MAX_TRANSITIONS)
 
     def append(self, transition: Transition) -> None:
-        """Append a transition, and drop the oldest one if the story is full."""
+        """Append a transition; the oldest one goes if the story is full."""
         self.count += 1
         self._transitions.append(transition)
 

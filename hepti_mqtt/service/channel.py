@@ -32,7 +32,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 # Answers to resend: the broker reported no subscriber, or the send queue was full.
 
 
-UNDELIVERED: Final = 256  # answers; each may occupy one of the broker's in-flight requests (512)
+UNDELIVERED: Final = 256  # of all clients; each leaves its request unacknowledged in the broker's delivery window
 UNDELIVERED_BYTES: Final = 32 << 20
 CLIENT_UNDELIVERED: Final = 64  # per client, so that a client without subscription displaces no other client's answers
 CLIENT_UNDELIVERED_BYTES: Final = 16 << 20
@@ -249,7 +249,7 @@ class Journal:
             return _mark_of(key) in self._answered
 
     def close(self) -> None:
-        """Close the file: no open request has ended this planner, so its redelivery did not count."""
+        """Close the file after a normal stop: no request has ended this planner, so its redeliveries do not count."""
         with self._lock:
             for mark in self._redelivered_now:
                 self._append(_ENDED, mark)
@@ -375,7 +375,7 @@ PROBE_S: Final = 5.0  # from the start to the probe of the broker's limits, so t
 CLOSED_S: Final = 0.5  # timeout of the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
 RESEND_FOR_S: Final = 20.0  # clients resubscribe within this time after a broker crash that lost subscriptions
-LOST_S: Final = 60.0  # an unlisted delivery this old is lost: reading it and resending its answer take less
+LOST_S: Final = 60.0  # a delivery this old that the journal lacks is lost: reading and resending take less
 
 
 class RequestChannel:
@@ -455,7 +455,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.add(delivery.receipt, inf)  # until `begin`
+            self._window.add(delivery.receipt, inf)  # its age counts from `begin`
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:

@@ -168,7 +168,7 @@ class RequestHandler:
         self._overheads_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch
 
     def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply | RequestKey:
-        """Return the parsed request; its reply, if it is invalid or cached; its key, if it is cancelled.
+        """Return the parsed request; the reply to an invalid or cached request; for a cancel, the key of its request.
 
         now: on the session's clock; deadlines count from it. make_id: returns an id for a request without one.
         """

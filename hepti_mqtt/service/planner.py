@@ -195,8 +195,8 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), options.shared)
         self.topics = self.decoder.topics
         self.clocks: dict[str, float] = {}
-        self.recalled = set[str]()  # models with a plan of an earlier planner
-        self.unrecalled = set(models)  # models with a record of an earlier planner
+        self.recalled = set[str]()  # models whose plan of an earlier planner was passed to the session
+        self.unrecalled = set(models)  # models until the broker returns this planner's own record of them
         self.published_plans: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # reasons of unused devices in the published records
         self.session = _coordinator(config, start, models)
@@ -322,7 +322,7 @@ class _Planner:
             self.log.warning("lost the connection to the broker: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
             self.inbox.post(lambda: self.name_holder.handle_loss(time.monotonic()))
-            self.inbox.post(interface.BrokerConnection(online=False))
+            self.inbox.post(interface.BrokerState(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused) and state.topics != (DROPPED_TOPIC,):
@@ -345,10 +345,10 @@ class _Planner:
 
     def _enqueue_request(self, raw: RawRequest) -> None:
         read, refuse = partial(self._read, raw, time.monotonic()), partial(self._refuse_overload, raw)
-        line, model = self._line(raw)
-        self.reading.submit(line, read, len(raw.payload) + REQUEST_BYTES, refuse, model)
+        queue_name, model = self._reader_queue(raw)
+        self.reading.submit(queue_name, read, len(raw.payload) + REQUEST_BYTES, refuse, model)
 
-    def _line(self, raw: RawRequest) -> tuple[str, str]:
+    def _reader_queue(self, raw: RawRequest) -> tuple[str, str]:
         """Return the name of the request's reader queue, and the model whose window counts it.
 
         A payload that begins with `{"cancel"` has its own queue; a cancel in another spelling waits its turn.
@@ -381,7 +381,7 @@ class _Planner:
             is_waiting = self._start_request(raw, now)
         finally:
             if not is_waiting:
-                self.reading.close_task(self._line(raw)[0])
+                self.reading.close_task(self._reader_queue(raw)[0])
 
     def _start_request(self, raw: RawRequest, now: float) -> bool:
         """Parse a request and start it; return whether it waits for its answer."""
@@ -416,6 +416,7 @@ class _Planner:
         return True
 
     def _begin(self, request: Request) -> None:
+        """Pass a request to the session thread, or refuse it if too many events wait."""
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events already wait for the planner; try again later")
             self._answer(interface.RefuseRequest(request, full))
@@ -460,7 +461,7 @@ class _Planner:
         for topic in dict.fromkeys(topic for topic, _ in deliveries):
             self.channel.send(reply._replace(topic=topic), [raw for own, raw in deliveries if own == topic])
         for _, raw in deliveries:
-            self.reading.close_task(self._line(raw)[0])
+            self.reading.close_task(self._reader_queue(raw)[0])
 
     def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("Internal error while handling a request; the planner continues")
@@ -548,7 +549,7 @@ class _Planner:
                 self._publish_event("alive", "is the broker alive?")  # the broker acknowledges this event
             elif verdict is not None:
                 self.log.warning("the broker %s", "is silent" if verdict == "away" else "is heard again")
-                self._handle(interface.BrokerConnection(online=verdict == "back", is_new=False))
+                self._handle(interface.BrokerState(online=verdict == "back", is_new=False))
         return interface.Tick(has_backlog=not self.inbox.empty(), heard_s=heard_s)
 
     def _run_guarded(self, action: Callable[[], None]) -> None:
@@ -580,9 +581,10 @@ class _Planner:
             self.forecasts.set_plans(snapshots)
 
     def _recall(self, model: str, payload: bytes) -> None:
-        """Use the retained record of an earlier planner, until the broker returns this planner's own record.
+        """Pass the plan of an earlier planner to the session, from its retained record.
 
-        After a normal stop, the record is empty and the state file has the plan.
+        After a normal stop that record is empty, so the broker returns only this planner's own record; then the plan is
+        in the state file.
         """
         boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
         is_own = boot == self.start.boot
@@ -674,8 +676,8 @@ class _Planner:
         """Publish all retained messages again after each connection, because the broker may have lost them."""
         self.echoes.clear()
         if self.retained_status is None:  # devices need its public key before the first command
-            self._say("starting")
-        self._handle(interface.BrokerConnection(online=True))
+            self._publish_status("starting")
+        self._handle(interface.BrokerState(online=True))
         self._announce("control")
         self.log.info(
             "planner of site %s, start %d, serves %s", self.config.site, self.start.term, ", ".join(self.models)
@@ -685,9 +687,9 @@ class _Planner:
         """Publish `online` if all connections are up; clients then resend their pending requests."""
         self.away.discard(connection)
         if not self.away:
-            self._say("online")
+            self._publish_status("online")
 
-    def _say(self, state: PlannerState) -> None:
+    def _publish_status(self, state: PlannerState) -> None:
         """Publish this planner's status, and remember it for repairs."""
         self.retained_status = self._status(state)
         self._repair_status()

@@ -195,12 +195,12 @@ class FairExecutor:
         for task in refused:
             task.refuse()
 
-    def submit_or_run(self, client: str, act: Act, here: bool = False) -> None:
+    def submit_or_run(self, client: str, act: Act, at_once: bool = False) -> None:
         """Run `act` in the client's turn; for executors without limits.
 
-        here: run it on this thread if the executor is idle, as waking a thread takes longer than a small task.
+        at_once: run it on this thread if the executor is idle, as waking a thread takes longer than a small task.
         """
-        if here and self.idle:
+        if at_once and self.idle:
             self._guarded(act)
         else:
             self.submit(client, act, 0, lambda: None)
@@ -251,10 +251,10 @@ SWITCH_S: Final = 0.0005  # the interpreter's thread switch interval: a search m
 class SearchThrottle:
     """Pauses of searches in favour of requests.
 
-    A search pauses while the planner reads, handles or answers a request. During runs it also pauses as long as it
-    waited for the CPU itself: agents on the same cores wait because of it. in_hand: whether the planner's threads have
-    work. clock, computed: wall and thread CPU time in seconds. sleep: for a time; wait: for a time or until the last
-    run ends.
+    A search pauses while the planner reads, handles or answers a request. During runs it also pauses for as long as it
+    has waited for the CPU, because agents on the same cores then wait for it, too. in_hand: whether the planner's
+    threads have work. clock, computed: wall and thread CPU time in seconds. sleep: for a time; wait: for a time or
+    until the last run ends.
     """
 
     def __init__(
@@ -266,18 +266,18 @@ class SearchThrottle:
         wait: Callable[[float], object] | None = None,
     ) -> None:
         self._in_hand, self._clock, self._computed, self._sleep = in_hand, clock, computed, sleep
-        self._is_first = False
+        self._is_session_busy = False
         self._unused = threading.Event()
         self._unused.set()
         self._wait = wait or self._unused.wait
 
     def run_before_searches(self, act: Callable[[], None]) -> None:
         """Run an action of the session thread, for which searches pause."""
-        self._is_first = True
+        self._is_session_busy = True
         try:
             act()
         finally:
-            self._is_first = False
+            self._is_session_busy = False
 
     def set_serving(self, is_serving: bool) -> None:
         """Set whether runs are in progress."""
@@ -302,7 +302,7 @@ class SearchThrottle:
                 waited = (self._clock() - last[0]) - (self._computed() - last[1])
                 self._wait(min(AGAIN * max(waited, 0.0), MOST_S))
             until_s = self._clock() + IN_HAND_S
-            while (self._is_first or self._in_hand()) and self._clock() < until_s:
+            while (self._is_session_busy or self._in_hand()) and self._clock() < until_s:
                 self._sleep(LOOKS_S)
             last = self._clock(), self._computed()
 

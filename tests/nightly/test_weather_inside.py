@@ -36,9 +36,9 @@ def hit(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
     """Return what the first request takes that is helped, with and without; the fall is in the one or two before."""
     usual = played(seed).answers[REQUEST]
     fall_s = usual.asked_s + usual.seconds * 5 / BLOCKS
-    inside, ask = played(seed, fall_s), Moves.go_on
+    inside, ask = played(seed, fall_s), Moves.judge_run_handover
     with monkeypatch.context() as patch:
-        patch.setattr(Moves, "go_on", lambda s, g, run, now: ask(s, g, run, now) if now < fall_s else None)
+        patch.setattr(Moves, "judge_run_handover", lambda s, g, run, now: ask(s, g, run, now) if now < fall_s else None)
         outside = played(seed, fall_s)
     pairs = zip(inside.answers[REQUEST:], outside.answers[REQUEST:], strict=False)
     return next((a.seconds, b.seconds) for a, b in pairs if a.seconds != b.seconds)

@@ -1,1 +1,1 @@
-"""The coordinator's session: who is there, which plans stand, and every request on its way."""
+"""The coordinator: the devices, plans, queues and runs of a site, without I/O."""

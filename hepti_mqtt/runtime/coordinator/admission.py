@@ -10,7 +10,7 @@ from hepti_mqtt.core.ids import whole_model
 from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
 
 MAX_QUEUED_PER_CLIENT: Final = 64  # queued requests of one client, per model

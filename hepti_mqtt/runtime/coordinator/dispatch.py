@@ -1,4 +1,4 @@
-"""Dispatch: which queued requests run next, under which plan or replica, and when."""
+"""The start of runs: which queued requests run next, under which plan or replica, and when."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.next_batch import next_batch
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import (
@@ -51,19 +51,19 @@ OVERDUE_MAX_S: Final = 300.0  # limit of the timeout, because predictions may be
 
 
 class ReplicaLoad(NamedTuple):
-    """A replica: predicted end of its runs, seconds per token, and whether it has room for a run."""
+    """The load of a replica."""
 
-    plan: Plan
-    busy_s: float
-    token_s: float
-    has_room: bool
+    plan: Plan  #: of the replica
+    busy_s: float  #: predicted end of its runs
+    token_s: float  #: predicted seconds per token
+    has_room: bool  #: for another run
 
 
 class Assignment(NamedTuple):
-    """The plan of the next run, and the limit of its queued items; None: no limit."""
+    """Where the next run goes."""
 
     plan: Plan
-    max_items: int | None = None
+    max_items: int | None = None  #: limit of its items, None for no limit
 
 
 def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) -> Assignment | None:
@@ -72,9 +72,9 @@ def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) 
     Each request goes to the replica that finishes it first, given the requests before it.
     """
     sizes = (float(max(item.tokens, _min_tokens(loads[0].plan))) for item in queue.in_turn())
-    dealt = list(route_to_replicas(now, [(load.busy_s, load.token_s) for load in loads], sizes))
-    first = next((i for i in dealt if loads[i].has_room), None)
-    return None if first is None else Assignment(loads[first].plan, dealt.count(first))
+    targets = list(route_to_replicas(now, [(load.busy_s, load.token_s) for load in loads], sizes))
+    first = next((i for i in targets if loads[i].has_room), None)
+    return None if first is None else Assignment(loads[first].plan, targets.count(first))
 
 
 def token_s(plan: Plan) -> float:
@@ -216,7 +216,7 @@ class Dispatcher:
             out.append(ReplicaLoad(plan, busy_s, token_s(plan) * factor, self._has_room(group, plan)))
         return out
 
-    def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
+    def hand_over(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Stop a run before a block, and dispatch the rest under another plan."""
         del group.runs[run.run_id]
         run.state = self._machine.step(f"run {run.run_id}", run.state, "continue", now)
@@ -242,7 +242,7 @@ class Dispatcher:
         for generation in generations:
             if generation.session.plan_version != plan.version:
                 out += self._caches.begin(group, plan, generation)
-        steps = bool(generations) and all(g.joins for g in generations)
+        is_step = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
         group.recent.shapes[part.shape] = None
         kind = self._kind_of(group, plan, part.shape)
@@ -263,8 +263,9 @@ class Dispatcher:
         alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
         end_s = max([now, *(run.times.expected_end_s for run in concurrent)]) + expectation.mean * alone_s
         probe_at_s = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
-        # Doubled after each loss, so that a merely busy machine does not lose the request again.
-        patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
+        # Doubled after each failed attempt, so that a merely busy machine does not lose the request again.
+        attempts = max(item.request.failed_attempts[item.index] for item in items)
+        patience_s = OVERDUE_S * 2**attempts + OVERDUE_FACTOR * expected_s
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
@@ -285,7 +286,7 @@ class Dispatcher:
             DeviceAnswers(ids=ids),
             task_queue=TaskQueue(kind.tasks, plan.devices, now) if kind.tasks else None,
             before=None if continued is None else continued[0],
-            steps=steps,
+            is_step=is_step,
         )
         return out
 

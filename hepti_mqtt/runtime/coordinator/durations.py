@@ -34,7 +34,7 @@ class RunDurations:
     methods: MethodEstimates = field(default_factory=MethodEstimates)  #: shared by all groups of the model
     run_s: float = 0.0  #: expected duration of a request under the active plan
     price_now: tuple[float, float] = (0.0, 0.0)  #: the active plan's price at the last judgement, and its relative sd
-    lessons: int = 0  #: number of runs in the estimates
+    learned_runs: int = 0  #: number of runs in the estimates
     expectation: tuple[PlanVersion, Expectation] | None = None  #: the active plan's at the last judgement
     expectations: dict[PlanVersion, Expectation] = field(default_factory=dict)  #: cache, cleared by each new run
     pace: tuple[PlanVersion, StepPace] | None = None  #: the pace of the plan that last ran a step
@@ -92,7 +92,7 @@ class RunDurations:
         changed = self.site.last_change_s > judged_s or self.site.in_doubt(plan.devices, judged_s)
         weight = SURPRISED if changed or doubtful else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
-        self.lessons += 1
+        self.learned_runs += 1
         self.expectations.clear()
 
     def record_reports(self, run: Run, now: float) -> None:

@@ -31,15 +31,15 @@ def select_batch(
 
     The batch has the first item and others of its kind, a power of two in number, sorted by length, so that few shapes
     occur. Two batches of one request never share a run, because its forecast assumes separate runs. Decoding steps do
-    not wait. A batch with room for more is due after the delay of its first item; a full batch, or a batch that was
-    lost before, is due now. max_items: limit for this replica.
+    not wait. A batch with room for more is due after the delay of its first item; a full batch, or one whose run has
+    failed, is due now. max_items: limit for this replica.
     """
     first = next(turns)
     if first.request.generation is not None:  # a decoding step is joined by the steps of other sessions
         steps = (item for item in turns if item.batchable and first.joins(item)) if first.batchable else ()
         return (first, *islice(steps, min(batching.max_requests, MAX_TOGETHER) - 1)), -inf
     chosen, requests, tokens = [first], {id(first.request)}, first.tokens
-    full = not first.batchable or first.request.losses[first.index] > 0
+    full = not first.batchable or first.request.failed_attempts[first.index] > 0
     for item in turns if first.batchable else ():
         if len(chosen) == batching.max_requests:
             break
@@ -58,7 +58,7 @@ def select_batch(
 
 
 def _waits_until(delay_s: float, item: WorkItem) -> float:
-    """Return how long a request may wait for others: for the delay, and until the delay before its deadline."""
+    """Return until when a request may wait for others: for the delay, at most until `delay_s` before its deadline."""
     deadline_s = inf if item.request.deadline_s is None else item.request.deadline_s
     return min(item.request.arrived_s + delay_s, deadline_s - delay_s)
 
@@ -67,7 +67,7 @@ MAX_REMEMBERED_CLIENTS: Final = 1024
 
 
 class FairQueue:
-    """The queue of a plan group: one line per client, and a front line for lost items.
+    """The queue of a plan group: one line per client, and a front line for the items of failed runs.
 
     A new client starts with the token count of the client served last, so that idle time gives no credit. A generation
     queues before each of its runs, so that the texts of all users grow together.
@@ -77,7 +77,7 @@ class FairQueue:
         self._front: deque[WorkItem] = deque()
         self._lines: dict[str, deque[WorkItem]] = {}
         self._tokens_served: dict[str, int] = {}  # tokens served to clients with queued items
-        self._last_served_tokens = 0  # tokens served to the last client in turn before its turn
+        self._last_served_tokens = 0  # count of the client that was last in turn, before that turn
         self._served_before = Recent[str, int](MAX_REMEMBERED_CLIENTS)  # tokens served to clients without queued items
 
     def copy(self) -> FairQueue:

@@ -30,7 +30,7 @@ from hepti_mqtt.protocol.messages import (
     is_compatible,
 )
 from hepti_mqtt.runtime.coordinator.interface import (
-    BrokerConnection,
+    BrokerState,
     CoordinatorCommand,
     CoordinatorEvent,
     DeviceStatus,
@@ -40,7 +40,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+    from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord, ServedModel
     from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
@@ -167,7 +167,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.estimates = SiteEstimates()
         self._losses, self._watched_from_s = 0, inf
-        self._met_s = -inf
+        self._met_s = -inf  # when the planner last reconnected to the broker
         self._silent: set[str] = set()  # devices without a heartbeat since the last reconnection to the broker
 
     def make_room(self, name: str) -> bool:
@@ -480,7 +480,7 @@ class Fleet:
         return ", ".join(sorted(self.expected(now))) or unmet
 
     def must_wait_for(self, names: Collection[str], now: float) -> bool:
-        """Return whether a search must wait for devices: for all named ones, without names for the first one."""
+        """Return whether a search must wait for devices: for all of these, or without names for a first device."""
         usable = set(self.usable())
         if now - self._met_s < RECONNECT_S:
             return not usable or not usable.issuperset(names)
@@ -752,7 +752,7 @@ class LastWillDebounce:
             if event.status.state == "offline" and not event.status.reason:
                 self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
-        elif isinstance(event, BrokerConnection):
+        elif isinstance(event, BrokerState):
             if event.is_new:
                 self._held.clear()
             if event.online:

@@ -59,7 +59,7 @@ class Judgement:
 
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     judged_s: float = -inf  #: when a judgement was last due
-    lessons: int = 0  #: number of runs in its estimates
+    learned_runs: int = 0  #: number of runs in its estimates
     may_gain: float = inf  #: share of the active plan's time that a search may save
     tried: dict[StrategyKey, float] = field(default_factory=dict)  #: times of trials, by method
 

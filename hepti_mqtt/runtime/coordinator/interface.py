@@ -38,7 +38,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCaps:
-    """A device's retained caps."""
+    """A device's retained capabilities (caps)."""
 
     device: str
     caps: Caps
@@ -88,16 +88,16 @@ class Solved:
     """The result of a search: a decision, or an error."""
 
     model: str
-    ticket: int
+    ticket: int  #: of its `Solve`
     decision: Decision | None
     active: Candidate | None = None  #: price of the active plan under the same measurements
     error: HeptiError | None = None
-    is_whole: bool = False  #: a search of another kind covered all plans of a whole search
+    is_whole: bool = False  #: it covered all plans of a whole search, although it was of another kind
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRecalled:
-    """The plan of a model in the retained record of an earlier planner; None if there is no record."""
+    """The plan of an earlier planner, from its retained record or the state file; None if there is none."""
 
     model: str
     recalled: EarlierPlan | None
@@ -105,7 +105,7 @@ class PlanRecalled:
 
 @dataclass(frozen=True, slots=True)
 class PinPlan:
-    """The planner's user pins a model's plans; empty pins remove the pins."""
+    """The operator pins a model's plans; empty pins remove the pins."""
 
     model: str
     pins: Pins
@@ -121,7 +121,7 @@ class WeightsUnreadable:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerConnection:
+class BrokerState:
     """The planner's connection to the broker is lost, or established.
 
     A device's silence means nothing while it is lost; a new broker may lack the retained messages.
@@ -152,7 +152,7 @@ CoordinatorEvent = (
     | PlanRecalled
     | PinPlan
     | WeightsUnreadable
-    | BrokerConnection
+    | BrokerState
     | Tick
 )
 
@@ -169,7 +169,7 @@ class Solve:
     """Search for plans and price the active one under the same measurements; the shell reports `Solved`."""
 
     model: str
-    ticket: int
+    ticket: int  #: identifies the search in `Solved`
     question: Question
     active: Plan | None
     kind: SearchKind = SearchKind.WHOLE

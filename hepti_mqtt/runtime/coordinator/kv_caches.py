@@ -15,8 +15,8 @@ from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.protocol.frames import MAX_SESSION
 from hepti_mqtt.protocol.messages import KeptSession
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent
-from hepti_mqtt.runtime.coordinator.models import PlanGroup
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord
 from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText, SessionId
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem

@@ -38,7 +38,7 @@ from hepti_mqtt.runtime.coordinator.runs import Run
 from hepti_mqtt.strategies.plan_programs import handover_moves
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+    from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 
 
 class RequestPace:
@@ -129,10 +129,10 @@ class Moves:
         verdict = decide(self._situation(group, active, options, now))
         judgement = group.judgement
         judgement.verdict, judgement.may_gain, judgement.judged_s = verdict, may_gain, now
-        judgement.lessons = group.durations.lessons
+        judgement.learned_runs = group.durations.learned_runs
         return verdict
 
-    def go_on(self, group: PlanGroup, run: Run, now: float) -> HandoverVerdict | None:
+    def judge_run_handover(self, group: PlanGroup, run: Run, now: float) -> HandoverVerdict | None:
         """Return whether a run of an earlier plan should continue under the active one; None if a device is missing.
 
         The run must have reported progress.
@@ -146,19 +146,19 @@ class Moves:
         fastest_s = min(run.times.expected_s, float(np.quantile(before.seconds, 1 - RULE.sure))) / blocks
         block = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
         verdict = weigh_handover(before, after, Border.of_run(blocks, block))
-        if not verdict.goes:
+        if not verdict.hands_over:
             return verdict
         try:
             moved = handover_moves(group.served.spec, plans[0].plan, plans[1].plan, run.shape, verdict.border.start)
         except HandoverError as error:
-            return replace(verdict, goes=False, why=str(error))
+            return replace(verdict, hands_over=False, why=str(error))
         sent: Counter[str] = Counter()
         for move in moved:
             sent[move.source] += move.nbytes
         moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
         return weigh_handover(before, after, replace(verdict.border, moved_s=moved_s))
 
-    def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> HandoverVerdict | None:
+    def judge_text_handover(self, group: PlanGroup, request: Request, now: float) -> HandoverVerdict | None:
         """Return whether a text of an earlier plan should continue under the active one.
 
         None if a device is missing.

@@ -12,22 +12,22 @@ from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import select_batch
 from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows, rows_of_text
-from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PREBUILT_SHAPES, PlanGroup
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 
 MAX_URGENT_SHAPES: Final = 2  # shapes that need a Program before the plan serves
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and mask rows of a shape in a Prepare, whose size is limited
 
 
-def next_batch(group: PlanGroup, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
+def next_batch(group: PlanGroup, max_items: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
     """Return the next batch and its start time: now, or later if more requests may join it.
 
-    Empty if no queued item has room for a session. share: limit of items, if other replicas take the rest.
+    Empty if no queued item has room for a session. max_items: limit for this replica, None for no limit.
     room_rows: cache rows of all sessions under a plan, 0 for a model without sessions.
     """
     turns = _with_room(group, room_rows) if room_rows else group.queue.in_turn()
     first = next(turns, None)
-    return ((), inf) if first is None else _select(group, chain([first], turns), share)
+    return ((), inf) if first is None else _select(group, chain([first], turns), max_items)
 
 
 def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
@@ -36,15 +36,15 @@ def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
     A decoding step waits for running steps, so that it joins the next ones.
     """
     together = group.served.batching.max_requests > 1
-    stepping = {r.plan_version for r in group.runs.values() if together and r.steps and r.is_computing}
+    stepping = {r.plan_version for r in group.runs.values() if together and r.is_step and r.is_computing}
     versions = {plan.version for plan in group.usable_executables}
     used = max((reserved_rows(group, version) for version in versions), default=0)
-    begun = {plan.version for plan in group.session_plans}
+    with_sessions = {plan.version for plan in group.session_plans}
     for item in group.queue.in_turn():
         text = item.request.generation
         if text is not None and text.joins and text.session.plan_version in stepping:
             continue
-        needed = 0 if text is None or text.session.plan_version in begun else rows_of_text(text)
+        needed = 0 if text is None or text.session.plan_version in with_sessions else rows_of_text(text)
         if needed and used + needed > room_rows:
             used = room_rows
             continue
@@ -53,9 +53,9 @@ def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
 
 
 def _select(
-    group: PlanGroup, turns: Iterator[WorkItem], share: int | None = None
+    group: PlanGroup, turns: Iterator[WorkItem], max_items: int | None = None
 ) -> tuple[tuple[WorkItem, ...], float]:
-    return select_batch(turns, group.served.batching, largest_shape(group.served.spec).size, share)
+    return select_batch(turns, group.served.batching, largest_shape(group.served.spec).size, max_items)
 
 
 def shapes_to_build(group: PlanGroup) -> tuple[tuple[RequestShape, ...], int]:

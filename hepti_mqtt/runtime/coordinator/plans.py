@@ -148,7 +148,7 @@ class ServedModel:
     spec: Spec
     manifest: bytes  #: hash of the manifest of its weights
     default_length: int = 128  #: request length for which plans are optimised at first
-    pins: Pins = field(default_factory=Pins)  #: of the planner's user; requests may have others
+    pins: Pins = field(default_factory=Pins)  #: of the operator; requests may have others
     batching: Batching = field(default_factory=Batching)  #: which requests run together
     tiles: TileMap | None = None  #: tiles of its weights, None if devices do not load them
 
@@ -374,7 +374,7 @@ class PlanLifecycle:
     def pin(self, pins: Pins, now: float) -> None:
         """Set the pins of the next plan, and want a search."""
         self.pins = pins
-        self.request_search(now, now, "the planner's user has pinned it", forced=True)
+        self.request_search(now, now, "the operator has pinned it", forced=True)
 
     def request_search(
         self,
@@ -497,7 +497,7 @@ class PlanLifecycle:
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
 
-    def record_going_on(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+    def record_handover(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
         """Record in the story under which plan a run ends."""
         self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 

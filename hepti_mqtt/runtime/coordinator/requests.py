@@ -90,7 +90,7 @@ class Request:
     wants_result: bool = True  #: False: the plan and its forecast are the answer
     outputs: dict[int, Array] = field(default_factory=dict)  #: by batch
     stats: list[RunStats] = field(default_factory=list)
-    losses: Counter[int] = field(default_factory=Counter)  #: failed attempts by batch; see `Scheduler.retry`
+    failed_attempts: Counter[int] = field(default_factory=Counter)  #: by batch; see `RunTracker.retry`
     finished: bool = False
     generation: Generation | None = None  #: None unless it generates tokens
     sequence: int = 0  #: order of arrival
@@ -156,7 +156,7 @@ class WorkItem:
 
     @property
     def turn(self) -> int:
-        """Return the tokens to count for its client; a prompt counts half, because it has no answer yet."""
+        """Return the tokens that count for its client's turn; those of a prompt count half."""
         return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
 
     @property

@@ -31,14 +31,14 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
-from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
-from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.load_text import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord, PlanReport
 from hepti_mqtt.runtime.coordinator.requests import Request
-from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
+from hepti_mqtt.runtime.coordinator.run_tracker import RunTracker
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 
@@ -55,7 +55,7 @@ PUBLISHED_TRANSITIONS: Final = 32  # in a published record
 class Rollout:
     """Prepares, activates and releases the plans of all groups; the session decides which plan comes next.
 
-    in_flight: runs at once per model.
+    in_flight: concurrent runs of a model on a device.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Rollout:
         orders: Orders,
         groups: PlanGroups,
         fleet: Fleet,
-        scheduler: Scheduler,
+        run_tracker: RunTracker,
         ids: Ids,
         in_flight: int,
     ) -> None:
         self.ids, self._orders, self._groups, self._fleet = ids, orders, groups, fleet
-        self._scheduler, self._in_flight = scheduler, in_flight
+        self._run_tracker, self._in_flight = run_tracker, in_flight
 
     def question(self, group: PlanGroup, now: float) -> Question:
         """Return the question for a group's next plan, under a new plan version."""
@@ -274,7 +274,7 @@ class Rollout:
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
-                out += self._scheduler.retry(group, run, now)
+                out += self._run_tracker.retry(group, run, now)
             group.plans.request_search(due_s, now, message.text, forced=True)
         return out
 
@@ -372,7 +372,7 @@ class Rollout:
         """End the plans of a group, and want its next search, which waits for its turn."""
         coming = group.plans.abandon_pending("make room", now, why)
         group.plans.make_room(now, why)
-        group.made_room = True
+        group.evicted = True
         group.plans.request_search(now, now, f"it made room {why}", forced=True)
         return self.release(coming.plan) if coming is not None else []
 
@@ -387,7 +387,7 @@ class Rollout:
             oldest = next((other for other in others if other.idle), None)
             if oldest is None:
                 text = f"All {MAX_PINNED_GROUPS} pinned plans of {name} are in use. Try again later, or send no pins."
-                return None, self._scheduler.admission.refuse_overloaded(request, text)
+                return None, self._run_tracker.admission.refuse_overloaded(request, text)
             out = self.close_group(oldest, now, f"for {pins}")
         group = self._groups.add(name, pins)
         group.plans.request_search(now, now, "a request has pinned it", forced=True)
@@ -445,7 +445,7 @@ class Rollout:
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
-                out += self._scheduler.fail_request(group, request, error, now)
+                out += self._run_tracker.fail_request(group, request, error, now)
         if (record := plans.in_use) is not None and record.state == "suspect":
             plans.retire(record, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]

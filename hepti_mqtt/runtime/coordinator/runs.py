@@ -156,7 +156,7 @@ class Run:
     dispatch_bytes: int
     other_work: OtherWork
     kind: RunKind
-    state: RunState = "dispatched"  #: the scheduler alone steps it
+    state: RunState = "dispatched"  #: changed by the run tracker and, at a handover, by the dispatcher
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)
     lateness: Lateness = field(default_factory=Lateness)
     probed_s: float | None = None  #: when its devices were probed
@@ -164,8 +164,8 @@ class Run:
     output: Array | None = None  #: the output that was delivered before all devices had reported
     early_stats: RunStats | None = None  #: the statistics that were delivered with that output
     #: Index in `Generation.steps`, by item; None if the request had ended. Empty before the tokens are taken.
-    places: tuple[int | None, ...] = ()
-    steps: bool = False  #: all items are decoding steps
+    step_indices: tuple[int | None, ...] = ()
+    is_step: bool = False  #: all items are decoding steps
     task_queue: TaskQueue | None = None  #: leased tasks
     progress: Progress | None = None  #: reported by devices
     before: Run | None = None  #: the run that this one continues under another plan
@@ -182,8 +182,8 @@ class Run:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether devices may still compute it: it has no output, or no delivered tokens."""
-        return self.state == "dispatched" or not self.places
+        """Return whether devices may still compute it: until all reports, or for texts until their tokens are taken."""
+        return self.state == "dispatched" or not self.step_indices
 
     def needs(self, plan_version: PlanVersion) -> bool:
         """Return whether it still needs a plan version; after its first progress not the version that it left."""
@@ -191,8 +191,8 @@ class Run:
         return plan_version in (self.plan_version, before)
 
     @property
-    def may_go_on(self) -> bool:
-        """Return whether the run may continue under another plan: devices are between its blocks."""
+    def may_be_handed_over(self) -> bool:
+        """Return whether another plan may continue the run: once, between two blocks, before any part of the output."""
         is_eligible = self.before is None and self.task_queue is None and not self.shape.session_rows
         has_answers = bool(self.answers.parts or self.answers.reports)
         return is_eligible and self.progress is not None and not has_answers and self.is_computing
@@ -206,9 +206,9 @@ class Run:
         """Raise AssertionError if its fields contradict its state."""
         assert self.state in ("dispatched", "answered"), "ended runs are removed"
         assert (self.state == "answered") == (self.early_stats is not None)
-        assert self.state == "answered" or not self.places
+        assert self.state == "answered" or not self.step_indices
         assert self.waiting_requests or self.early_stats, "no request waits for the run"
-        assert len(self.places) in (0, len(self.items))
+        assert len(self.step_indices) in (0, len(self.items))
 
     @property
     def open_items(self) -> list[WorkItem]:

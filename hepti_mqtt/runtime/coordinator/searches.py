@@ -18,8 +18,8 @@ from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, PlanRecalled, Solve, Solved
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Search, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SETTLE_S, SearchKind
@@ -111,9 +111,8 @@ class Searches:
             return SearchKind.NAMED
         if is_awaited and wanted.origin is not SearchKind.HURRIED:  # otherwise a hurried search has just failed
             return SearchKind.HURRIED
-        late = [
-            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
-        ]
+        late = [r for r in group.runs.values() if r.lateness.is_late and not r.lateness.was_searched_for]
+        late = [run for run in late if run.may_be_handed_over]
         if group.active is None or not (late or wanted.kind is SearchKind.BRIEF):
             return SearchKind.WHOLE
         for run in late:
@@ -122,7 +121,7 @@ class Searches:
 
     def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
-        history, group.made_room = group.search_history, False
+        history, group.evicted = group.search_history, False
         history.began_inputs, history.began_site, history.began_s = self._fleet.estimates.means(), self._site(), now
         search = group.plans.start_search(kind, ticket, question.plan_version, now)
         return Solve(group.name, ticket, question, group.active, kind, search.plans)
@@ -274,7 +273,7 @@ class Searches:
         moved = estimates.moved(inputs, group.active_devices, now) if in_use else None
         has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
-        if moved is not None or has_changed or group.durations.lessons > group.judgement.lessons:
+        if moved is not None or has_changed or group.durations.learned_runs > group.judgement.learned_runs:
             verdict = self._moves.judge(group, now)
         group.judgement.judged_s = now
         is_unclear = estimates.is_unclear(group.active_devices, now)

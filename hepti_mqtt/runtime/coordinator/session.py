@@ -1,8 +1,8 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-A change of devices or measurements starts a search (`Solve`, run by the shell). The rule (`moves.py`) decides by its
-result, and again after runs, whether to move. A move prepares a plan; requests run under the active plan.
-Whatever is lost, a request ends with the right answer or an error.
+A change of devices or estimates starts a search (`Solve`, run by the shell). After each search, and between searches,
+the rule (`moves.py`) decides whether the model moves to another plan. A move prepares that plan; meanwhile requests run
+under the active one. Whatever is lost, a request ends with the right answer or an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import UNWANTED, Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
     Answer,
-    BrokerConnection,
+    BrokerState,
     CoordinatorCommand,
     CoordinatorEvent,
     DeviceCaps,
@@ -46,12 +46,12 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
-from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
+from hepti_mqtt.runtime.coordinator.run_tracker import RunTracker
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.coordinator.searches import Searches
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
@@ -60,7 +60,7 @@ BEFORE_S: Final = 2.0  # a change may have begun this much earlier than detected
 LATE_BLOCKS: Final = 1  # a run may be at the end of its reported block
 LATE_FACTOR: Final = 1.5  # a run is late after this multiple of its expected duration
 
-Step = Callable[[], Iterable[CoordinatorCommand]]
+Action = Callable[[], Iterable[CoordinatorCommand]]
 
 
 class CoordinatorSession:
@@ -98,9 +98,9 @@ class CoordinatorSession:
         self._pending: list[CoordinatorCommand] = []  # commands that `handle` has yet to return
         ids = Ids(boot, secret)
         orders = Orders(self.topics, self.fleet)
-        self._scheduler = Scheduler(orders, self.groups, self.fleet, ids, in_flight, self.counters)
-        self.kv_caches = self._scheduler.caches
-        self._rollout = Rollout(orders, self.groups, self.fleet, self._scheduler, ids, in_flight)
+        self._run_tracker = RunTracker(orders, self.groups, self.fleet, ids, in_flight, self.counters)
+        self.kv_caches = self._run_tracker.caches
+        self._rollout = Rollout(orders, self.groups, self.fleet, self._run_tracker, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._searches = Searches(self.groups, self.fleet, self._rollout, self._moves, self._standby)
@@ -113,19 +113,19 @@ class CoordinatorSession:
             DeviceMessage: self._handle_message,
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
-            RequestCancelled: self._scheduler.cancel,
+            RequestCancelled: self._run_tracker.cancel,
             Solved: self._searches.handle_solved,
             PlanRecalled: self._searches.handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
-            BrokerConnection: self._connection,
+            BrokerState: self._handle_broker_state,
             Tick: self._tick,
         }
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Handle an event; return its commands.
 
-        If a step raises, the other steps still run. The next call returns their commands, because the state has
+        If an action raises, the other actions still run. The next call returns their commands, because the state has
         already changed.
         """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
@@ -150,13 +150,13 @@ class CoordinatorSession:
         # Writing an answer takes longer than sending devices their next run.
         return sorted(out, key=lambda command: isinstance(command, Answer))
 
-    def _change_runs(self, act: Step, model: str, now: float) -> None:
+    def _change_runs(self, act: Action, model: str, now: float) -> None:
         """Handle an event that changes no plan: only runs of its model may begin."""
-        self._do([act, partial(self._scheduler.dispatch_ready, model, now)])
+        self._do([act, partial(self._run_tracker.dispatch_ready, model, now)])
 
     def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
         """Handle an event, then release, prepare, dispatch and search."""
-        self._mark_runs_beside_work()
+        self._mark_other_work()
         self._is_settled, self._snapshot = False, None
         self._do(
             [
@@ -174,17 +174,17 @@ class CoordinatorSession:
             for group in self.groups
         )
 
-    def _do(self, steps: Iterable[Step]) -> None:
-        """Collect the commands of all steps, including those before an error; then raise every error."""
+    def _do(self, actions: Iterable[Action]) -> None:
+        """Collect the commands of all actions, including those before an error; then raise every error."""
         errors: list[Exception] = []
-        for step in steps:
+        for action in actions:
             try:
-                for command in step():
+                for command in action():
                     self._pending.append(command)
             except Exception as error:
                 errors.append(error)
         if len(errors) > 1:
-            raise ExceptionGroup("several steps of one event failed", errors)
+            raise ExceptionGroup("several actions of one event failed", errors)
         if errors:
             raise errors[0]
 
@@ -197,9 +197,9 @@ class CoordinatorSession:
 
     def _learn(self) -> list[CoordinatorCommand]:
         """Update estimates by the runs that have ended."""
-        for lesson in self._scheduler.lessons():
+        for update in self._run_tracker.estimate_updates():
             changed_s = self.fleet.estimates.last_change_s
-            lesson()
+            update()
             self._blame_changes(changed_s)
         return []
 
@@ -211,8 +211,8 @@ class CoordinatorSession:
 
     @property
     def due_s(self) -> float:
-        """Return when a Tick is needed for delayed batches; infinity if there are none."""
-        return self._scheduler.due_s
+        """Return when a Tick is needed for a delayed batch or a late lease; infinity if there is none."""
+        return self._run_tracker.due_s
 
     def active_plan(self, model: str) -> Plan | None:
         """Return the active plan of a model's default group."""
@@ -234,7 +234,7 @@ class CoordinatorSession:
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
-        self._scheduler.check()
+        self._run_tracker.check()
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class CoordinatorSession:
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
-        changed += self._scheduler.retry_after_broker_loss(now) if self._online else []
+        changed += self._run_tracker.retry_after_broker_loss(now) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -315,7 +315,8 @@ class CoordinatorSession:
         loading = (record.unready_devices for record in coming if record is not None)
         return self._standby.loading_devices.union(*loading)
 
-    def _mark_runs_beside_work(self) -> None:
+    def _mark_other_work(self) -> None:
+        """Mark the runs during which devices load or the planner searches, because this work slows them down."""
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in self.groups.runs():
@@ -324,6 +325,7 @@ class CoordinatorSession:
             run.other_work.only_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
+        """Handle a device that has joined, is starting or has left, as `Fleet` reports; None: nothing changed."""
         if change == "joined":
             for group in self.groups:
                 group.crash_backoff.record_return(device, self.fleet.member(device).boot, now)
@@ -380,7 +382,7 @@ class CoordinatorSession:
                     out.append(self._rollout.publish_plan(group))
                 for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
-                    out += self._scheduler.handle_lost_device(group, run, device, now)
+                    out += self._run_tracker.handle_lost_device(group, run, device, now)
             if member.farewell == messages.STOPPED:
                 group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
@@ -391,11 +393,11 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        refusal = self._scheduler.admission.refuse_or_none(request, now)
+        refusal = self._run_tracker.admission.refuse_or_none(request, now)
         if refusal is not None:
             return refusal
         group, out = self._rollout.group_for(request, now)
-        return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
+        return out if group is None else out + self._run_tracker.admission.enqueue(group, request, now)
 
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
@@ -418,9 +420,9 @@ class CoordinatorSession:
     def _handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         change = self.fleet.record_message(event.device, now, served=event.frame.kind == "done")
         if change is None:
-            return self._scheduler.handle_frame(event, now)
+            return self._run_tracker.handle_frame(event, now)
         self._is_settled = False
-        return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
+        return self._handle_change(event.device, change, now) + self._run_tracker.handle_frame(event, now)
 
     def _restore_sessions(self, device: str, message: messages.KeptSessions) -> list[CoordinatorCommand]:
         """Record the KV caches of earlier plans that a device continues under a plan."""
@@ -428,7 +430,7 @@ class CoordinatorSession:
             plans = (plan for record in group.plans.records() for plan in record.plan.executables)
             plan = next((plan for plan in plans if plan.version == message.plan_version), None)
             if plan is not None and group.name == message.model and device in plan.devices:
-                return self._scheduler.caches.restore(group, plan, device, message.sessions)
+                return self._run_tracker.caches.restore(group, plan, device, message.sessions)
         return []
 
     def last_plans(self) -> dict[str, EarlierPlan]:
@@ -444,13 +446,13 @@ class CoordinatorSession:
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
-            return self._scheduler.handle_failure(device, message, now)
+            return self._run_tracker.handle_failure(device, message, now)
         if isinstance(message, messages.KeptSessions):
             return self._restore_sessions(device, message)
         if isinstance(message, messages.RunProgress):
             return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
-            return self._scheduler.complete_task(device, message, now)
+            return self._run_tracker.complete_task(device, message, now)
         if not isinstance(message, PlanReport) or self.groups.concerns_others(device, message):
             self.counters["foreign_message"] += 1
             return []
@@ -475,7 +477,7 @@ class CoordinatorSession:
 
     def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
         """Record the progress of a run, and mark it late if it is too slow."""
-        if (run := self._scheduler.record_progress(device, message, now)) is None:
+        if (run := self._run_tracker.record_progress(device, message, now)) is None:
             self.counters["late"] += 1
             return []
         group = self.groups.default(message.model)
@@ -487,41 +489,43 @@ class CoordinatorSession:
         self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
-    def _go_on(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
-        """Move runs and texts of earlier plans to the active plan if the rule says so."""
+    def _hand_over(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
+        """Hand runs and texts of earlier plans over to the active plan if the rule says so."""
         active, before = group.plans.active, group.plans.retiring
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
             judged = (active.version, run.progress)
-            if not run.may_go_on or run.lateness.judged == judged or run.plan_version in active.versions:
+            if not run.may_be_handed_over or run.lateness.judged == judged or run.plan_version in active.versions:
                 continue
             last, run.lateness.judged = run.lateness.judged, judged
             is_first = last is None or last[0] != active.version
-            if (verdict := self._moves.go_on(group, run, now)) is not None:
-                yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
-                if verdict.goes:
-                    yield from self._scheduler.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
+            if (verdict := self._moves.judge_run_handover(group, run, now)) is not None:
+                yield from self._record_handover(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
+                if verdict.hands_over:
+                    block = verdict.border.start
+                    yield from self._run_tracker.dispatcher.hand_over(group, run, active.plan, block, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
             if text is None or text.session.plan_version not in record.versions:
                 continue
-            verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
+            verdict = None if active is None else self._moves.judge_text_handover(group, request, now)
             if active is not None and verdict is not None:
                 is_first, text.session.judged_for = text.session.judged_for != active.version, active.version
-                yield from self._record_going_on(group, "a text", record.version, verdict, is_first, now)
-            if verdict is None or verdict.goes:
+                yield from self._record_handover(group, "a text", record.version, verdict, is_first, now)
+            if verdict is None or verdict.hands_over:
                 text.session.leave()
 
     @staticmethod
-    def _record_going_on(
+    def _record_handover(
         group: PlanGroup, subject: str, before: PlanVersion, verdict: HandoverVerdict, is_first: bool, now: float
     ) -> Iterator[CoordinatorCommand]:
-        """Record the first verdict on a run or text, and a move to the active plan, in the story."""
-        text = f"{subject} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+        """Record the first verdict on a run or text, and each handover, in the story."""
+        what = "continues under the active plan" if verdict.hands_over else "ends under its plan"
+        text = f"{subject} {what}; {verdict}"
         active = group.plans.active
-        if active is not None and (is_first or verdict.goes):
-            group.plans.record_going_on(before, active.version if verdict.goes else before, text, now)
-        if verdict.goes:
+        if active is not None and (is_first or verdict.hands_over):
+            group.plans.record_handover(before, active.version if verdict.hands_over else before, text, now)
+        if verdict.hands_over:
             yield LogEvent("continued", text)
 
     def _advance(self, now: float) -> list[CoordinatorCommand]:
@@ -529,14 +533,14 @@ class CoordinatorSession:
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
+            out += [*self._hand_over(group, now), *self._rollout.release_idle(group, now)]
         for group in self.groups.pinned():
             if group.idle and group.plans.in_use is None and group.plans.preparing is None:
                 out += self._rollout.close_group(group, now, "it has no plan and no requests")
         for group in self.groups:
             out += self._rollout.advance(group, now)
         for group in self.groups.defaults():
-            out += self._scheduler.dispatch_ready(group.name, now)
+            out += self._run_tracker.dispatch_ready(group.name, now)
         for group in self.groups:
             out += [*self._searches.recall(group, now), *self._searches.start_due(group, now)]
         return out
@@ -549,7 +553,7 @@ class CoordinatorSession:
         self._do(
             (
                 *((partial(self._drop_silent, now, heard_s),) if listens else ()),
-                partial(self._scheduler.lease_overdue, now),
+                partial(self._run_tracker.lease_overdue, now),
                 partial(self._warn_contradicted, now),
                 *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
                 *(partial(self._searches.judge, group, now) for group in self.groups),
@@ -567,8 +571,8 @@ class CoordinatorSession:
             if heard_s > run.times.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
                 yield from self._rollout.mark_suspect(group, run.plan, now)
-                yield from self._scheduler.retry(group, run, now)
-        yield from self._scheduler.refuse_expired(group, now)
+                yield from self._run_tracker.retry(group, run, now)
+        yield from self._run_tracker.refuse_expired(group, now)
         if devices := group.crash_backoff.lift_expired(now):
             group.plans.request_search(now, now, f"{', '.join(devices)} may use all memory again")
 
@@ -590,13 +594,13 @@ class CoordinatorSession:
             self.fleet.quarantine(device, now, is_silent)
             yield from self._handle_lost(device, how, now)
 
-    def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
+    def _handle_broker_state(self, event: BrokerState, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
-        for run in self.groups.runs():  # the broker may have lost its frames
+        for run in self.groups.runs():  # the broker may have lost frames of it
             run.broker_was_lost = True
         if event.online:  # devices could not be heard, so restart their timeouts
             self.fleet.reset_silence(now)
-            self._scheduler.admission.expect_burst(now)
+            self._run_tracker.admission.expect_burst(now)
             self._searches.is_connected = True
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:

@@ -31,7 +31,7 @@ class TextSession:
     prefix: Prefix | None = None  #: rows of another session that it began with
     left: list[tuple[PlanVersion, int]] = field(default_factory=list)  #: abandoned sessions
     reused_rows: int = 0  #: rows of the prompt that the first session reused
-    judged_for: PlanVersion | None = None  #: plan version of the rule's last judgement whether to move it
+    judged_for: PlanVersion | None = None  #: active plan version when the rule last judged its handover
 
     def start(self, plan_version: PlanVersion, number: int, prefix: Prefix | None = None) -> None:
         """Begin under a plan version: the next runs compute all tokens so far except the prefix."""

@@ -1,1 +1,1 @@
-"""A device's session: plans that are prepared and held, runs and their ops; and the executor."""
+"""The worker: the plans, runs and KV caches of one device without I/O, and the executor of their ops."""

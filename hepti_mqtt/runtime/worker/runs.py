@@ -56,7 +56,7 @@ from hepti_mqtt.runtime.worker.residents import (
 from hepti_mqtt.strategies.task_queue import initial_task
 
 EARLY_BYTES: Final = 64 << 20  # limit of all early frames
-EARLY_S: Final = 10.0
+EARLY_S: Final = 10.0  # age at which an early frame is dropped
 EARLY_LEASES: Final = 256  # limit of all early leases
 PROGRESS_S: Final = 0.25  # between two progress messages; shorter runs send none
 
@@ -177,8 +177,8 @@ class WorkerRuns:
         self._executor = Executor()
         self.next_step = self._executor.next_step  #: the shell runs the step and calls `finish_step` or `fail_step`
         self._runs: dict[int, WorkerRun] = {}
-        self._heirs: dict[int, int] = {}  # run that stops before a block -> run that continues it
-        self._left: dict[int, Plan] = {}  # heir without this device -> its plan
+        self._heirs: dict[int, int] = {}  # run that stops before a block -> its heir, the run that continues it
+        self._left: dict[int, Plan] = {}  # heir in which this device has no part -> its plan
         self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # steps ahead, by the run before them
         self._answers = Recent[int, Array](MAX_ANSWERS)  # candidates of each item, by run
         self.early = EarlyFrames()
@@ -267,7 +267,7 @@ class WorkerRuns:
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
-        """Start a run; queue it if its Program or predecessor is missing. Raises WireError for an invalid frame."""
+        """Start a run, or let it wait for its Program or the run before it; raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
         earlier = self._waiting_frame(frame.run_id) if begun is None else begun.frame
         if earlier is not None:
@@ -612,7 +612,7 @@ class WorkerRuns:
         return out if follower is None else out + self.start(*follower, now)
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
-        """Fail the runs of plan versions that wait for frames of a device, or all of them; the planner retries them."""
+        """Fail the runs of plan versions that wait for frames of `source`, all if it is None; they are retried."""
         plans = set(keys)
         running = [
             (a, r.key) for a, r in self._runs.items() if source is None or self._executor.awaits_source(a, source)

@@ -403,6 +403,7 @@ class WorkerSession:
         return [*out, LogTrouble("mesh_unheard", text), failed]
 
     def _hand_over(self, message: messages.HandOver, now: float) -> list[Command]:
+        """Leave a run to the devices of another plan, in which this device has no part."""
         resident = self.plans.get(message.model, message.plan_version)
         try:
             after = Plan.from_dict(message.plan)

@@ -310,7 +310,7 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
 )
 def test_a_run_goes_on_where_its_rest_surely_takes_less(active_s, other_s, sd, layer, moved_s, goes) -> None:
     verdict = weigh_handover(option(active_s), option(other_s, "block", sd=sd), Border.of_run(26, layer, moved_s))
-    assert verdict.goes is goes
+    assert verdict.hands_over is goes
     assert verdict.rest_s == pytest.approx(active_s * (26 - layer) / 26)
 
 
@@ -324,4 +324,4 @@ def test_a_run_goes_on_where_its_rest_surely_takes_less(active_s, other_s, sd, l
     ],
 )
 def test_a_text_goes_on_where_its_rest_gains_more_than_its_rows_take(other_s, most, again, goes) -> None:
-    assert weigh_handover(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).goes is goes
+    assert weigh_handover(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).hands_over is goes

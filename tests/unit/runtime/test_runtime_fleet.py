@@ -62,9 +62,9 @@ def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
     site = settled("a")
     plan = site.plan
     site.submit("r1")
-    site.event(interface.BrokerConnection(online=False))
+    site.event(interface.BrokerState(online=False))
     site.tick(100, alive=False)
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     site.tick(3, alive=False)
     assert site.plan.version == plan.version
     assert "r1" in site.errors, "but deadlines hold"
@@ -203,9 +203,9 @@ def test_runs_that_a_broker_lost_are_retried_when_all_devices_are_back() -> None
     site = settled("a", "b", decider=everyone)
     plan = site.plan
     site.submit("r1")
-    site.event(interface.BrokerConnection(online=False))
+    site.event(interface.BrokerState(online=False))
     site.now += 0.2
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     assert list(site.work) == [1], "b is not there yet, and would miss it"
     site.event(interface.DeviceHeartbeat("b", heartbeat(1)))
@@ -242,7 +242,7 @@ def test_requests_wait_for_devices_that_may_join(wait: str) -> None:
         site.tick(2.0)
         assert isinstance(site.errors.pop("early"), PlanError)
     if wait == "for devices to reconnect":
-        site.event(interface.BrokerConnection(online=True))
+        site.event(interface.BrokerState(online=True))
         seconds, reporting = 2, ""
     elif wait == "after a loss":
         site.leave("a")
@@ -418,8 +418,8 @@ def test_wills_of_a_broker_that_ends_cost_no_plan() -> None:
     scene = Debounced()
     plan = scene.site.plan
     assert [scene.status(device) for device in "ab"] == [[], []]
-    scene(interface.BrokerConnection(online=False), DEBOUNCE_S / 2)
-    scene(interface.BrokerConnection(online=True), 1)
+    scene(interface.BrokerState(online=False), DEBOUNCE_S / 2)
+    scene(interface.BrokerState(online=True), 1)
     for device in "ab":  # what the broker has retained
         scene.status(device, at_s=1.1)
     scene(interface.Tick(), WILL_RECONNECT_S)
@@ -433,7 +433,7 @@ def test_wills_of_a_broker_that_ends_cost_no_plan() -> None:
 def test_a_will_counts_after_its_delay(reconnected: bool, held_s: float) -> None:
     scene = Debounced()
     for online in (False, True) if reconnected else ():
-        scene(interface.BrokerConnection(online=online))
+        scene(interface.BrokerState(online=online))
     scene.status("b")
     scene(interface.Tick(), held_s - 0.1)
     assert scene.site.plan is not None

@@ -30,7 +30,7 @@ class Frozen:
     def tick(self, heard_s: float) -> None:
         state = self.watch.look(heard_s, self.site.now)
         if state in ("away", "back"):
-            self.site.event(interface.BrokerConnection(online=state == "back", is_new=False))
+            self.site.event(interface.BrokerState(online=state == "back", is_new=False))
         self.site.event(interface.Tick(heard_s=heard_s))
 
     def freeze(self, seconds: float) -> None:
@@ -127,7 +127,7 @@ def test_the_watch_asks_once_before_it_calls_a_broker_silent() -> None:
 def test_a_burst_after_a_pause_is_admitted() -> None:
     site = settled("a")
     burst = MAX_QUEUED_PER_CLIENT + 100
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     for number in range(burst):
         site.submit(f"r{number}")
     assert not site.errors
@@ -142,7 +142,7 @@ def test_wills_that_a_frozen_broker_delivers_on_the_same_connection_count() -> N
     site = settled("a")
     wills = LastWillDebounce(site.session)
     wills.handle(interface.DeviceStatus("a", Status("offline", 1)), site.now)
-    wills.handle(interface.BrokerConnection(online=False, is_new=False), site.now + 0.1)
-    wills.handle(interface.BrokerConnection(online=True, is_new=False), site.now + 0.2)
+    wills.handle(interface.BrokerState(online=False, is_new=False), site.now + 0.1)
+    wills.handle(interface.BrokerState(online=True, is_new=False), site.now + 0.2)
     wills.handle(interface.Tick(), site.now + 10)
     assert not site.session.fleet.usable()

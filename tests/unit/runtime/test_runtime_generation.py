@@ -19,8 +19,8 @@ from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.runtime.coordinator.run_tracker import MAX_ATTEMPTS
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
-from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
 PROMPT = (3, 1, 4, 1)
@@ -178,8 +178,8 @@ def test_missing_reports_do_not_delay_a_request(lost, whole):
     if lost == "a device":
         site.leave("b")
     elif lost == "a connection":
-        site.event(interface.BrokerConnection(online=False))
-        site.event(interface.BrokerConnection(online=True))
+        site.event(interface.BrokerState(online=False))
+        site.event(interface.BrokerState(online=True))
     for _ in range(40):
         site.tick(1.0)
         site.ready()
@@ -356,7 +356,7 @@ def test_every_generation_ends_once_with_its_tokens_under_random_events(data):
             most_by_name[f"r{len(most_by_name)}"] = most
             site.ask(f"r{len(most_by_name) - 1}", most, report)
         elif what == "offline":
-            site.event(interface.BrokerConnection(online=data.draw(st.booleans())))
+            site.event(interface.BrokerState(online=data.draw(st.booleans())))
         elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
             site.run_failed(
                 name, data.draw(st.sampled_from(runs)), data.draw(st.sampled_from(["link", "wire", "device"]))
@@ -371,7 +371,7 @@ def test_every_generation_ends_once_with_its_tokens_under_random_events(data):
             run = data.draw(st.sampled_from(able))
             if name in site.computed[run]:
                 site.report(run, name)
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     for _ in range(60):
         for name in "ab":
             if name not in site.boots:

@@ -136,7 +136,7 @@ def test_a_request_that_ends_early_leaves_nothing():
     group = site.planner.groups.default(MODEL)
     (run,) = group.runs.values()
     late = DeadlineError("the deadline passed before the answer was ready")
-    for command in site.planner._scheduler.fail_request(group, run.items[0].request, late, site.now):
+    for command in site.planner._run_tracker.fail_request(group, run.items[0].request, late, site.now):
         site._planner_command(command)
     site.run(20)
     assert not group.runs

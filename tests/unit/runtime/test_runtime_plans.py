@@ -18,7 +18,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_S
 from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
-from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, RESTORE_AFTER_S
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PINNED_GROUPS, RESTORE_AFTER_S
 from hepti_mqtt.runtime.coordinator.plans import PLANS, Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
@@ -124,7 +124,7 @@ def crowded(site: Site) -> Site:
     """Let other pins replace idle ones."""
     for number, pins in enumerate(OTHERS):
         site.submit(f"other {number}", pins=pins)
-    assert NARROW not in [slot.plans.pins for slot in site.session.groups.pinned()]
+    assert NARROW not in [group.plans.pins for group in site.session.groups.pinned()]
     return site
 
 
@@ -154,7 +154,7 @@ def own_search_makes_room() -> Site:
     site.searches = False
     site.event(interface.PinPlan("m", Pins()))
     site.failed("a")
-    assert site.session.groups.default("m").made_room
+    assert site.session.groups.default("m").evicted
     return site
 
 
@@ -170,7 +170,7 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     site.failed("a")
     version = Plan.from_dict(other.plan).version
     site.receive("a", messages.PrepareFailed(other.transaction_id, "n", version, "memory", "too much", 10))
-    assert [slot.made_room for slot in site.session.groups.pinned()] == [True]
+    assert [group.evicted for group in site.session.groups.pinned()] == [True]
     return site
 
 

@@ -41,7 +41,7 @@ def restarted(recalled: EarlierPlan | None, *devices: str, pins: Pins | None = N
     if recalled is not None:
         site.event(interface.PlanRecalled("m", recalled))
     assert not site.solves, "devices have not heard of it before it has met the broker"
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     site.event(interface.PlanRecalled("m", None))  # our own record comes back
     return site
 
@@ -151,7 +151,7 @@ def test_only_a_valid_record_of_the_same_model_is_recalled() -> None:
 def loading_elsewhere(lost: str) -> tuple[Site, Plan]:
     """Return a site whose plan has lost a device while requests wait, and the plan; another device loads weights."""
     site = settled("a", "b", decider=everyone)
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=True))
     before = site.plan
     assert before is not None
     if lost == "silent":

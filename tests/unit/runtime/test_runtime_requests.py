@@ -22,7 +22,7 @@ from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
+from hepti_mqtt.runtime.coordinator.run_tracker import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
 
 
 def part(site: Site, run_id: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
@@ -240,7 +240,7 @@ def test_every_request_ends_once_under_random_events(data: st.DataObject) -> Non
             run, code = data.draw(st.sampled_from(list(site.work))), data.draw(st.sampled_from(["wire", "x"]))
             site.run_failed(name, run, code)
         elif what == "offline":
-            site.event(interface.BrokerConnection(online=data.draw(st.booleans())))
+            site.event(interface.BrokerState(online=data.draw(st.booleans())))
     site.pass_by(8, 5)
     assert len(site.answers) + len(site.errors) == submitted
     for answer in site.answers.values():
@@ -337,8 +337,8 @@ def test_a_delivered_batch_is_not_computed_again_when_its_run_is_lost():
     site, plan = running(in_flight=1)
     ask(site, "r", 3, 4)
     output(site, plan, 1)
-    site.event(interface.BrokerConnection(online=False))
-    site.event(interface.BrokerConnection(online=True))
+    site.event(interface.BrokerState(online=False))
+    site.event(interface.BrokerState(online=True))
     site.tick(0.5)
     assert site.session.groups.default("m").runs.keys() == {2}
     output(site, plan, 2)

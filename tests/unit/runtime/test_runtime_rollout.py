@@ -18,8 +18,8 @@ from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
-from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES
 from hepti_mqtt.runtime.coordinator.next_batch import MAX_URGENT_SHAPES
+from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PREBUILT_SHAPES
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
     ENDS_S,

@@ -139,10 +139,10 @@ def test_what_there_is_no_room_for_is_refused_and_nothing_is_begun_after_the_end
 def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
     """Else it would come before what the same client had asked for earlier."""
     crew, done = FairExecutor("crew", 0, at_once), []
-    crew.submit_or_run("a", lambda: done.append("here"), here=True)
+    crew.submit_or_run("a", lambda: done.append("here"), at_once=True)
     assert done == ["here"]
     crew.submit_or_run("a", lambda: done.append("first"))
-    crew.submit_or_run("a", lambda: done.append("second"), here=True)
+    crew.submit_or_run("a", lambda: done.append("second"), at_once=True)
     while crew.step():
         continue
     assert done == ["here", "first", "second"]

@@ -1,4 +1,4 @@
-"""Plan groups: the plans, requests and measurements of one model under one set of pins."""
+"""Plan groups: each holds the plans, requests and runs of one model under one set of pins."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class RecentRequests:
 class PlanGroup:
     """One model under one set of pins."""
 
-    served: ServedModel
-    plans: PlanLifecycle
-    durations: RunDurations
-    pinned: bool = False  #: the pins come from requests, not from the planner's user
-    made_room: bool = False  #: evicted for another group's plan; waits for its next search
+    served: ServedModel  #: the model
+    plans: PlanLifecycle  #: from the wanted search to the release
+    durations: RunDurations  #: of its runs
+    pinned: bool = False  #: the pins come from requests, not from the operator
+    evicted: bool = False  #: its plan made room for another group's, and its next search waits for its turn
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)
-    pace: RequestPace = field(default_factory=RequestPace)
+    pace: RequestPace = field(default_factory=RequestPace)  #: of its requests
     recent: RecentRequests = field(default_factory=RecentRequests)
-    queue: FairQueue = field(default_factory=FairQueue)
-    runs: dict[int, Run] = field(default_factory=dict)
+    queue: FairQueue = field(default_factory=FairQueue)  #: of its requests
+    runs: dict[int, Run] = field(default_factory=dict)  #: active runs by run id
     error: HeptiError | None = None  #: why there is no plan
     failed_preparations: int = 0  #: in a row
     missing_bytes: dict[str, int] = field(default_factory=dict)  #: memory that devices lacked for refused plans
@@ -138,7 +138,7 @@ class PlanGroup:
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
         assert len(set(items)) == len(items), "a batch runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"
-        assert not self.made_room or self.plans.wanted is not None
+        assert not self.evicted or self.plans.wanted is not None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class PlanGroup:
 # the one with the oldest last request ends first.
 #
 # If the plans of two groups do not fit on a device together, they take turns in the order of their requests: an evicted
-# group (`made_room`) gets its next plan when no group with a plan has older requests. The default group's plan returns
+# group (`evicted`) gets its next plan when no group with a plan has older requests. The default group's plan returns
 # without a request, `RESTORE_AFTER_S` after the last request for the pins in its place.
 
 
@@ -162,28 +162,28 @@ class PlanGroups:
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
-        self._own = dict[str, PlanGroup]()
+        self._defaults = dict[str, PlanGroup]()
         for model in served:
             plans = PlanLifecycle(model.name, model.pins, counters, TransitionLog(f"plans of {model.name}"))
-            self._own[model.name] = PlanGroup(model, plans, RunDurations(model, plans, site))
+            self._defaults[model.name] = PlanGroup(model, plans, RunDurations(model, plans, site))
         self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
-        self._of_model = {name: [group] for name, group in self._own.items()}
+        self._of_model = {name: [group] for name, group in self._defaults.items()}
         self._illegal = 0  # illegal steps that were reported
 
     def __iter__(self) -> Iterator[PlanGroup]:
-        return iter([*self._own.values(), *self._pinned])
+        return iter([*self._defaults.values(), *self._pinned])
 
     def __contains__(self, model: str) -> bool:
-        return model in self._own
+        return model in self._defaults
 
     def defaults(self) -> list[PlanGroup]:
         """Return the default group of every model."""
-        return list(self._own.values())
+        return list(self._defaults.values())
 
     def default(self, model: str) -> PlanGroup:
         """Return the default group of a model; raises KeyError if the model is not served."""
-        return self._own[model]
+        return self._defaults[model]
 
     def of_model(self, model: str) -> list[PlanGroup]:
         """Return all groups of a model, the default group first; none if the model is not served."""
@@ -195,14 +195,14 @@ class PlanGroups:
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
         """Return the group of a model under these pins, None if it does not exist yet."""
-        own = self._own[model]
+        own = self._defaults[model]
         if pins is None or pins == own.plans.pins:
             return own
         return next((group for group in self._pinned if group.name == model and group.plans.pins == pins), None)
 
     def add(self, model: str, pins: Pins) -> PlanGroup:
         """Add a group for pins."""
-        own = self._own[model]
+        own = self._defaults[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
         durations = RunDurations(own.served, plans, own.durations.site, own.durations.methods)
         group = PlanGroup(own.served, plans, durations, pinned=True)
@@ -275,11 +275,11 @@ class PlanGroups:
 
     def check(self, in_flight: int) -> None:
         """Raise AssertionError if an invariant is broken, or a limit of pinned groups or concurrent runs exceeded."""
-        for slot in self:
-            slot.check()
+        for group in self:
+            group.check()
         for group in self.defaults():
             assert len(self.pinned(group.name)) <= MAX_PINNED_GROUPS
-            runs = [run for slot in self.of_model(group.name) for run in slot.runs.values()]
+            runs = [run for each in self.of_model(group.name) for run in each.runs.values()]
             computing = [run for run in runs if run.is_computing]
             for counted, limit in ((computing, in_flight), (runs, in_flight + MAX_UNREPORTED_RUNS)):
                 by_device = Counter(device for run in counted for device in run.plan.devices)
@@ -294,13 +294,13 @@ class PlanGroups:
         one_by_one = not any(s.plans.searching or s.plans.preparing for s in others)
         if group.pinned and not (one_by_one and self.may_run(group)):
             return False  # default groups do not wait
-        if not group.made_room:
+        if not group.evicted:
             return True
         return all(self._yields_to(s, group, now) for s in others if s.plans.in_use or s.plans.preparing)
 
     def may_run(self, group: PlanGroup) -> bool:
         """Return whether the first request of a group is older than all requests of evicted groups."""
-        waiting = [s for s in self.of_model(group.name) if s is not group and s.made_room]
+        waiting = [s for s in self.of_model(group.name) if s is not group and s.evicted]
         return all(group.queue.oldest_sequence() < s.queue.oldest_sequence() for s in waiting if s.queue)
 
     @staticmethod

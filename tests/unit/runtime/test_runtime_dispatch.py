@@ -19,7 +19,7 @@ from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_int
 from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, next_assignment
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching, FairQueue
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
-from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
+from hepti_mqtt.runtime.coordinator.run_tracker import MAX_ATTEMPTS
 
 TOGETHER = Batching(16)
 

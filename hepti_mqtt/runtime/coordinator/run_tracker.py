@@ -28,8 +28,8 @@ from hepti_mqtt.runtime.coordinator.interface import (
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches, check_texts
-from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
+from hepti_mqtt.runtime.coordinator.plan_groups import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEvent
@@ -41,8 +41,8 @@ LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection may cost a request severa
 RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgress
 
 
-class Scheduler:
-    """The runs of every plan group; the session decides which plan is active.
+class RunTracker:
+    """Follows the runs of all plan groups to their end; the dispatcher begins them.
 
     in_flight: concurrent runs of a model on a device, over all pins. counters: invalid and late frames and messages.
     """
@@ -54,9 +54,8 @@ class Scheduler:
         self._ahead = StepsAhead(self._orders, ids)
         self.caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
-        self._ended: list[
-            tuple[PlanGroup, Run, float]
-        ] = []  #: ended runs that `lessons` has not yielded, and their ends
+        #: Ended runs with their end times, until `estimate_updates` yields them.
+        self._ended: list[tuple[PlanGroup, Run, float]] = []
         self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
@@ -115,7 +114,7 @@ class Scheduler:
         elif frame.kind == "done" and len(frame.numbers) == 4:
             run.answers.reports[event.device] = frame.numbers
             if run.task_queue is not None and event.device == run.plan.root:
-                # Only now: until the root has ended, results that are lost with their device are leased again.
+                # End the leases only now: until the root has ended, the tasks of a lost device are leased again.
                 others = (d for d in run.plan.devices if d != event.device and d not in run.answers.lost_devices)
                 out += [self._orders.lease(run.plan, run.run_id, device, ()) for device in others]
         else:
@@ -126,7 +125,7 @@ class Scheduler:
         return out if output is None else [*out, *self._deliver(group, run, output, now, reported=False)]
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
-        """Retry a run after a loss; after a device's error, retry it once."""
+        """Retry a run after a loss (`RunFailed.code`); after another error of a device, retry it once."""
         if (target := self._run_of(device, message)) is None:
             self._counters["late"] += not self._ahead.keep_report(device, message)
             return []
@@ -137,23 +136,23 @@ class Scheduler:
             lost = run.items_of(message.sessions)
             reused = message.code == "session" and self.caches.forget_prefixes(run.plan_version, lost)
             return out + self.retry(group, run, now, same_loss or message.code == "passed" or reused, lost)
-        # The device's input or this message may be forged, or the device may lack memory.
+        # A second attempt may succeed: the input or this message may be forged, or the device may lack memory now.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2, now)
 
     def _retry_or_fail(
         self, group: PlanGroup, run: Run, error: RemoteError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Run each item of a failed run again in a run of its own; fail a single item after `limit` attempts."""
+        """Run each item of a failed run again alone; fail a single item after `limit` attempts; rewind taken tokens."""
         if not run.is_computing:
             return self._rewind(group, run, error, limit, now)
         items = run.open_items
-        attempts = 1 + max((item.request.losses[item.index] for item in items), default=0)
+        attempts = 1 + max((item.request.failed_attempts[item.index] for item in items), default=0)
         if len(run.items) == 1 and attempts < limit:
             return self.retry(group, run, now)
         if len(run.items) == 1:
             out = self._cancel(group, run, "cancel", now)
             return out + (self.fail_request(group, run.items[0].request, error, now) if items else [])
-        for item in items:  # cached rows may follow from forged frames
+        for item in items:  # its cached rows may come from forged frames
             if item.request.generation is not None:
                 item.request.generation.session.leave()
         out = self._cancel(group, run, "retry", now)
@@ -177,7 +176,7 @@ class Scheduler:
     ) -> list[CoordinatorCommand]:
         """Cancel a run and queue its items first; a request fails after too many attempts.
 
-        blameless: it does not count as a failed attempt. failed: items whose KV caches are lost restart, the others
+        blameless: the attempt does not count as failed. failed: items whose KV caches are lost restart, the others
         continue; if empty, all items restart.
         """
         items = run.open_items
@@ -185,12 +184,12 @@ class Scheduler:
         restarted: list[WorkItem] = []
         continued = [item for item in items if failed and item not in failed]
         for item in items:
-            request, losses = item.request, item.request.losses
+            request, attempts = item.request, item.request.failed_attempts
             if request.finished or item in continued:
                 continue
-            losses[item.index] += not blameless
-            if losses[item.index] >= MAX_ATTEMPTS:
-                text = f"Giving up after {losses[item.index]} attempts: devices left, or tensors were lost (a broker "
+            attempts[item.index] += not blameless
+            if attempts[item.index] >= MAX_ATTEMPTS:
+                text = f"Giving up after {attempts[item.index]} attempts: devices left, or tensors were lost (a broker "
                 text += "drops messages above max_queued_messages). See `hepti devices`, `hepti doctor` and the "
                 text += "planner's log."
                 out += self.fail_request(group, request, RemoteError(text), now)
@@ -201,7 +200,7 @@ class Scheduler:
         for item in restarted:
             if item.request.generation is not None:  # devices may have cached different rows
                 item.request.generation.session.leave()
-            if item.request.losses[item.index] > 1:  # the item may be the cause
+            if item.request.failed_attempts[item.index] > 1:  # the item may be the cause
                 item.request.unbatchable.add(item.index)
         group.queue.prepend([*continued, *restarted])
         return out
@@ -260,7 +259,7 @@ class Scheduler:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Deliver a run with all reports; its estimates are updated (`lessons`) after the next dispatch."""
+        """Deliver a run with all reports; `estimate_updates` yields its update of estimates."""
         del group.runs[run.run_id]
         parts, reports = run.answers.parts, run.answers.reports
         self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)
@@ -272,7 +271,7 @@ class Scheduler:
         self._step(run, "report", now)
         return out
 
-    def lessons(self) -> Iterator[Callable[[], None]]:
+    def estimate_updates(self) -> Iterator[Callable[[], None]]:
         """Yield a function that updates estimates for each newly ended run, in order."""
         ended, self._ended = self._ended, []
         return (partial(self._learn, group, run, end_s) for group, run, end_s in ended)
@@ -389,7 +388,7 @@ class Scheduler:
         self._ahead.note_answered(run.run_id)
         if run.other_work.alone:
             group.durations.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
-        run.places = tuple(
+        run.step_indices = tuple(
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
         )
         for place, item in enumerate(run.items):
@@ -405,16 +404,16 @@ class Scheduler:
     ) -> list[CoordinatorCommand]:
         """Take the reports of a run after its tokens; a different output means that a part was forged."""
         open_items = [
-            (item, place)
-            for item, place in zip(run.items, run.places, strict=True)
-            if place is not None and not item.request.finished
+            (item, index)
+            for item, index in zip(run.items, run.step_indices, strict=True)
+            if index is not None and not item.request.finished
         ]
         if open_items and run.output is not None and not np.array_equal(run.output, output):
             error = RemoteError("parts of an answer were not sent by the devices")
             return self._rewind(group, run, error, MAX_ATTEMPTS, now)
         out: list[CoordinatorCommand] = []
-        for item, place in open_items:
-            item.request.stats[place] = stats
+        for item, index in open_items:
+            item.request.stats[index] = stats
             out += self._answer_generation(group, item)
         return out
 
@@ -446,7 +445,7 @@ class Scheduler:
                 text += "the request; a device may be faulty (see `hepti devices`)."
                 return self.fail_request(group, request, RemoteError(text), now)
             if not 0 <= place < len(published):
-                request.losses.clear()
+                request.failed_attempts.clear()
         if generation.done:
             return out + self._answer_generation(group, item)
         try:
@@ -483,22 +482,22 @@ class Scheduler:
         self, group: PlanGroup, run: Run, error: HeptiError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
         """Discard the tokens since a run with a contradicted output, and retry; fail after `limit` attempts."""
-        rewound = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
-        items, out = [item for item, place in rewound if place is not None], list[CoordinatorCommand]()
+        rewound = [(i, index) for i, index in zip(run.items, run.step_indices, strict=True) if not i.request.finished]
+        items, out = [item for item, index in rewound if index is not None], list[CoordinatorCommand]()
         if not items:
             return self._cancel(group, run, "cancel", now)
-        for item, place in rewound:
-            if place is not None and item.request.generation is not None:
-                item.request.generation.rewind(place)
-                del item.request.stats[place:]
-                item.request.losses[item.index] += 1
+        for item, index in rewound:
+            if index is not None and item.request.generation is not None:
+                item.request.generation.rewind(index)
+                del item.request.stats[index:]
+                item.request.failed_attempts[item.index] += 1
         for later in [r for r in group.runs.values() if r.run_id >= run.run_id and any(i in items for i in r.items)]:
             others = [item for item in later.open_items if item not in items]
             out += self._cancel(group, later, "retry", now)
             group.queue.prepend(others)
         group.queue.remove([item for item in group.queue if item in items])
         for item in items:
-            if item.request.losses[item.index] >= limit:
+            if item.request.failed_attempts[item.index] >= limit:
                 out += self.fail_request(group, item.request, error, now)
             else:
                 group.queue.prepend([item])
