@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from faults_site import KINDS, Fault, FaultySite, Serving, mosquitto_of, schedule, wait_until_saved
+from broker_kinds import process_of
+from faults_site import KINDS, Fault, FaultySite, Serving, schedule, wait_until_saved
 from flat import MIB, Flat, Held, table, watch
 from PIL import Image
 from site_load import (
@@ -47,7 +48,6 @@ from site_load import (
     pinned_models,
     pinned_questions,
     right_answers,
-    start_gateway,
     texts,
 )
 from site_processes import SITE, Site, poll
@@ -243,7 +243,7 @@ def _steady_clients(what: Run, site: FaultySite, hepti: Hepti, pinned: Sequence[
     if what.mixed or what.chats:
         right = right_answers(hepti, site.site.models)
         steady += [MqttChats(url, f"chat-{what.seed}-{n}", right, WAYS, 0.0) for n in range(what.chats)]
-        steady += mixed_clients(url, start_gateway(site.site), right) if what.mixed else []
+        steady += mixed_clients(url, site.site.serve("gateway"), right) if what.mixed else []
     steady += [PinnedClient(url, f"pinned-{n}", pinned) for n in range(what.pinned)]
     # Plans want all weights everywhere once each device has answered: memory is flat after that.
     alone = [q for q in pinned if q.body.get("strategy") == "single"]
@@ -255,7 +255,7 @@ def _steady_clients(what: Run, site: FaultySite, hepti: Hepti, pinned: Sequence[
 def _processes(site: FaultySite, hepti: Hepti) -> dict[str, Held]:
     """Return the processes of a site; an agent may hold its budget and the memory that it held when idle."""
     idle = {d["device"]: d["rss_idle_bytes"] for d in hepti.devices(wait_s=1.5) if d["status"] == "online"}
-    held = {"broker": Held(mosquitto_of(site.broker).pid)}
+    held = {"broker": Held(process_of(site.broker).pid)}
     for name, process in site.running.items():
         held[name] = Held(process.pid, idle[name] + MEMORY_MIB * MIB if name in idle else float("inf"))
     return held
