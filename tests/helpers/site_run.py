@@ -50,7 +50,7 @@ from site_load import (
     right_answers,
     texts,
 )
-from site_processes import SITE, Site, poll
+from site_processes import SITE, Site, wait_online
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -226,7 +226,7 @@ def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True
         try:
             site.start()
             with Hepti.connect(broker.url, site=SITE) as hepti:
-                poll(lambda: _all_online(hepti), "all agents online", START_S)
+                wait_online(hepti, DEVICES, START_S)
                 for name in served:
                     hepti.wait_ready(name, START_S)
                 steady = _steady_clients(what, site, hepti, pinned)
@@ -259,10 +259,6 @@ def _processes(site: FaultySite, hepti: Hepti) -> dict[str, Held]:
     for name, process in site.running.items():
         held[name] = Held(process.pid, idle[name] + MEMORY_MIB * MIB if name in idle else float("inf"))
     return held
-
-
-def _all_online(hepti: Hepti) -> bool:
-    return {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} == set(DEVICES)
 
 
 def _under_faults(
@@ -326,7 +322,7 @@ def _under_faults(
 def missing_frames(url: str) -> Counter[tuple[str, str]]:
     """Return how many frames each two devices did not receive of each other; probes and their echoes add nothing."""
     with Hepti.connect(url, site=SITE) as hepti:
-        poll(lambda: _all_online(hepti), "all agents online", START_S)
+        wait_online(hepti, DEVICES, START_S)
         edges = [(d["device"], *e) for d in hepti.devices(wait_s=IDLE_S) for e in d["heartbeat"]["edges"].items()]
     missing = Counter[tuple[str, str]]()
     for device, peer, edge in edges:
