@@ -1,11 +1,11 @@
 """Tapes: the calls of one or more ops as rows that a compiled loop runs one after the other, without the GIL.
 
 A row is (wrapper, block, part, share). The block has the address of the kernel and its arguments as Numba passes them;
-the wrapper, one for each signature, reads them there and calls the kernel. Arrays are words of a block, too: their
-addresses are written when a run enters the tape, so that several runs may use one.
+the wrapper, one for each signature, reads them there and calls the kernel. An array is a word of the block, too: its
+address is written when a run enters the tape, so several runs may use one tape.
 
-Arrays that only this tape uses lie in scratch memory: two share bytes if no call needs both. Numba, not this module,
-decides how an argument is passed; `_emit_wrapper` asks it, and `_words` follows the layout of its arrays.
+Arrays that only this tape uses lie in scratch memory: two of them share bytes if no call needs both. Numba, not this
+module, decides how an argument is passed; `_emit_wrapper` asks it, and `_words` follows the layout of its arrays.
 
 A row may also be a frame to or from a peer (`transfers`). Before `learn` the tape stops there, and leaves it to Python.
 """
@@ -58,12 +58,12 @@ _WORD: Final = 8
 _SKIPS: Final = 3
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
-# Columns of the rows. _SHARE: 0 for a call, the address of (threads, parts, their number, bytes of one), or one of the
-# numbers below; the block of a transfer is its descriptor.
+# Columns of the rows. _SHARE: 0 for a call on one thread; for a divided call the address of (threads, parts, number of
+# parts, bytes of a part); for a transfer, whose block is its descriptor, one of the numbers below.
 _WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
 _SENDS, _RECEIVES = -1, -2
-# Places in a pool's `control` after its flag: nanoseconds until a stop, 0 for never; looks for other threads; then the
-# results: next row, why, lanes to wait for. `transfers` has more.
+# Places in a pool's `control` after its flag: limit in nanoseconds, 0 for none; number of polls of other threads; then
+# the results: next row, code, lanes to wait for. `transfers` has more.
 _LIMIT, _POLLS, _NEXT, _CODE, _LANES = range(1, 6)
 # Why the loop returned. _ASLEEP: wake threads and try again. _LATE: wait for other threads; the row is done then.
 # UNSENT, AWAITED: a row that Python has to send, or to wait for.
@@ -225,7 +225,7 @@ def _run_rows(rows: Any, first: int, stop: int, lanes: int, control: Any, times:
 
 
 def _words(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[bytes, list[tuple[int, Operand | Addresses]]]:
-    """Return the arguments as a block has them, and the words (by number) that are addresses in memory of a run."""
+    """Return a block with these arguments, and the words, by number, for addresses of a run's memory."""
     block, places = bytearray(), list[tuple[int, Operand | Addresses]]()
     for kind, argument in zip(kinds, arguments, strict=True):
         if kind == types.float32:
@@ -249,9 +249,9 @@ def _words(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[bytes, list[
 
 
 class Tape:
-    """Calls of ops as rows. It owns all to which its rows have addresses, except the arrays that `run` gets.
+    """Calls of ops as rows. It owns the memory that its rows point to, except the arrays that `run` takes.
 
-    slots: that have arrays of the caller, in the order in which `run` takes them. nbytes: of scratch memory.
+    slots: the slots of these arrays, in their order. nbytes: of scratch memory.
     """
 
     def __init__(
@@ -265,28 +265,29 @@ class Tape:
         self._externals: dict[Slot | Scratch, int] = {slot: i for i, slot in enumerate(externals)}
         self.slots = tuple(externals)
         self.calls = [call for calls in ops for call in calls]
-        #: for each op its first row, then the end of the last
+        #: first row of each op, then the number of rows
         self.starts = np.cumsum([0, *map(len, ops)]).tolist()
         self._pool, self._growing = pool, tuple(growing)
-        #: of each slot that a row receives its number among them
+        #: index of each received array among the received arrays
         arrays = [call.arguments[0] for call in self.calls if call.function is received]
         self._received = {array.memory: number for number, array in enumerate(arrays)}
         #: received arrays that are too large for scratch memory: they stay in the memory of their frames
         self._foreign = {array.memory for array in arrays if array.nbytes > transfers.LARGEST}
         self._offsets, nbytes = lay_out(self._uses())
         self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
-        #: for each choice the rows that have it, op by op
+        #: rows of each choice, by op
         self._choices: dict[Choice | SizedChoice, dict[int, list[int]]] = {}
         for row, call in enumerate(self.calls):
             if call.choice is not None:
                 self._choices.setdefault(call.choice, {}).setdefault(self.op_at(row), []).append(row)
-        #: The present `Choice` of each choice; a `SizedChoice` has one for each size of work.
+        #: the choice in use for each of them; of a `SizedChoice`, the one for the size of the work
         self._in_force = {each: each if isinstance(each, Choice) else pool.alone for each in self._choices}
         self._skips, self._bases = 0, list[int]()
-        #: Place of each growing array's extent in `_addresses`, which has addresses, then extents, of the last run.
+        #: index in `_addresses` of the extent of each growing external
         self._extents = {self._externals[slot]: at for at, slot in enumerate(self._growing, len(self.slots))}
+        #: addresses of the last run's externals, then the extents of the growing ones; address of its scratch memory
         self._addresses, self._base = [0] * (len(self.slots) + len(self._growing)), 0
-        #: nanoseconds of each row, and whether the run under way adds to them
+        #: nanoseconds of each row, and whether the current run adds to them
         self._times, self._timed = np.zeros(len(self.calls), np.int64), False
         #: whether all rows of the last run were measured, and the row that ran last, or failed
         self.measured, self.row = False, 0
@@ -296,7 +297,7 @@ class Tape:
         self._delivered: Mapping[Slot, Array] = _NOTHING
         self._heads = dict[int, Array]()
         self._scratch = np.empty(0, np.uint8)
-        #: For each row with a choice: its number of threads, and the place of its parts.
+        #: of each row with a choice: threads; address, number and bytes of its parts
         self._shares = np.zeros((len(self.calls), 4), np.int64)
         self._rows = np.zeros((len(self.calls), _COLUMNS), np.int64)
         self._choose()
@@ -314,9 +315,9 @@ class Tape:
         return uses
 
     def _write(self) -> None:
-        """Write blocks and rows, and note the words that are addresses in memory of a run."""
+        """Write blocks and rows, and record the words for addresses of a run's memory."""
         blocks, tables = bytearray(), list[tuple[int, int]]()
-        patches: list[tuple[int, int, int]] = []  # word, place in the bases of a run, what to add
+        patches: list[tuple[int, int, int]] = []  # word, index in the bases of a run, bytes to add
         growing: dict[Slot | Scratch, int] = {
             slot: 1 + len(self._externals) + i for i, slot in enumerate(self._growing)
         }
@@ -366,7 +367,7 @@ class Tape:
 
     @property
     def _arrived(self) -> int:
-        """Return the first place in the bases of a run of arrays that are received; `_filled`: of whether they are."""
+        """Return the index in a run's bases of the first received array; `_filled`: of the first flag of arrival."""
         return 1 + len(self._externals) + len(self._growing)
 
     @property
@@ -374,7 +375,7 @@ class Tape:
         return self._arrived + len(self._received)
 
     def _base_of(self, each: Operand) -> tuple[int, int]:
-        """Return (place in the bases of a run, bytes from there) of an operand."""
+        """Return (index in the bases of a run, offset in bytes) of an operand."""
         place = self._externals.get(each.memory)
         if place is not None:
             return 1 + place, each.start
@@ -393,7 +394,7 @@ class Tape:
                 self._shares[row, 0] = threads if call.least <= threads <= call.most else 0
 
     def _resize(self) -> bool:
-        """Put in force the choices for the work of a run; return whether one is another than before."""
+        """Select the choices for the work of a run; return whether one has changed."""
         changed = False
         for each in self._choices:
             if isinstance(each, SizedChoice):
@@ -410,7 +411,7 @@ class Tape:
         if not JIT:
             self._scratch = scratch
             return
-        # Reading an address takes long, and most arrays are the same as in the last run; `_arrays` keeps them alive.
+        # Reading an address takes long, and most arrays are those of the last run, which `_arrays` keeps alive.
         if scratch is not self._scratch:
             self._scratch, self._base = scratch, scratch.__array_interface__["data"][0]
             self._base += -self._base % LINE_BYTES
@@ -433,12 +434,12 @@ class Tape:
     def learn(self, row: int, channel: int, head: bytes, counted: int) -> NDArray[np.int64]:
         """Let compiled code send or receive a row's frame by a channel, which must live as long as the tape.
 
-        head: what stands before the array, the run's number at its end. counted: bytes that the channel counts. Returns
-        the head's last words, which may be changed between runs.
+        head: the bytes before the array; they end with the run id. counted: bytes that the channel counts. Returns the
+        head's last words, which may be changed between runs.
         """
         nbytes = self.calls[row].operands()[0].nbytes
         own = self._heads[row] = transfers.describe(self._descriptor(row), channel, head, nbytes, counted)
-        self._bases = []  # the body's address is to be written
+        self._bases = []  # so that the next run writes the body's address
         return own[: own.size // 2]
 
     def forget(self, row: int) -> None:
@@ -451,19 +452,19 @@ class Tape:
         return row in self._heads
 
     def unsent(self, row: int) -> tuple[tuple[bytes, Array], int] | None:
-        """Return the parts of a frame that is UNSENT, and how many of its bytes were sent; None if none were."""
+        """Return the parts of an UNSENT frame, and the number of its sent bytes; None if nothing was sent."""
         if row not in self._heads or not (sent := int(self._descriptor(row)[transfers.DONE_BYTES])):
             return None
         return (transfers.sent_head(self._descriptor(row), self._heads[row]), self.array_of(row)), sent
 
     def came(self, row: int) -> bytes:
-        """Return the received bytes of an AWAITED row that are not its frame."""
+        """Return the bytes that were read for an AWAITED row, of an incomplete or another frame; empty if none were."""
         if row not in self._heads:
             return b""
         return transfers.came(self._descriptor(row), self._heads[row], self.array_of(row).data.cast("B"))
 
     def array_of(self, row: int) -> Array:
-        """Return the array of a transfer in the run under way."""
+        """Return the array of a transfer in the current run."""
         return self._array(self.calls[row].operands()[0])
 
     def _descriptor(self, row: int) -> NDArray[np.int64]:
@@ -480,11 +481,11 @@ class Tape:
         delivered: Mapping[Slot, Array] = _NOTHING,
         peers: Peers = NO_PEERS,
     ) -> int:
-        """Run rows from `first` on; return the next row: `stop`, or another one after the pool's flag or the limit.
+        """Run rows from `first` on; return the next row: `stop`, or an earlier one (see `code`).
 
-        arrays: of `externals`, contiguous, and of the dtypes of their slots: that is trusted. scratch: u8 [nbytes] or
+        arrays: of `externals`, contiguous, of the dtypes of their slots, which is not checked. scratch: u8 [nbytes] or
         more, the same for all rows of a run; None if the run is not interrupted. limit_s: 0 for none. delivered: arrays
-        that rows would receive and need not. Raises what a row raises. `code` says why it stopped.
+        that Python received for rows. Raises the error of a row. `code` says why the tape stopped.
         """
         stop = len(self.calls) if stop is None else stop
         self._place(arrays, scratch, delivered)
@@ -555,7 +556,7 @@ class Tape:
             times[place] += perf_counter_ns() - begun
 
     def _array(self, each: Operand) -> Array:
-        """Return an operand's array in the run under way."""
+        """Return an operand's array in the current run."""
         at, memory = each.start, self._delivered.get(each.memory)  # type: ignore[arg-type]
         if memory is None and each.memory in self._externals:
             memory = self._arrays[self._externals[each.memory]]
@@ -576,7 +577,7 @@ class Tape:
         raise MemoryError("a kernel could not get the memory that it computes in; give it more, or smaller requests")
 
     def _note(self, woke: bool) -> None:
-        """Tell the choices how long their ops took, and decide when to measure again."""
+        """Record the durations of ops in their choices, and decide when to measure again."""
         for each, ops in self._choices.items():
             choice = self._in_force[each]
             place = choice.next
@@ -585,7 +586,7 @@ class Tape:
         self._skips = _SKIPS if all(choice.skips for choice in self._in_force.values()) else 0
 
     def op_at(self, row: int) -> int:
-        """Return the number of the op that a row is of."""
+        """Return the number of a row's op."""
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
     def seconds(self) -> list[float]:

@@ -195,7 +195,7 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), options.shared)
         self.topics = self.decoder.topics
         self.clocks: dict[str, float] = {}
-        self.recalled = set[str]()  # models whose plan of an earlier planner was passed to the session
+        self.recalled = set[str]()  # models with an earlier planner's plan that was passed to the session
         self.unrecalled = set(models)  # models until the broker returns this planner's own record of them
         self.published_plans: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # reasons of unused devices in the published records

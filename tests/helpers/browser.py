@@ -36,7 +36,7 @@ class Browser:
         self._last = 0
         try:
             said = place / "DevToolsActivePort"
-            poll(lambda: said.exists() and said.read_text().count("\n"), "the browser's start", 3 * PATIENCE_S)
+            poll(lambda: said.exists() and said.read_text().count("\n"), "the browser's start")
             with urlopen(f"http://127.0.0.1:{said.read_text().split()[0]}/json") as answer:
                 page = next(one for one in json.load(answer) if one["type"] == "page")
             self._socket = connect(page["webSocketDebuggerUrl"], max_size=None)

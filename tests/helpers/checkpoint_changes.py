@@ -213,10 +213,6 @@ def mark(files):
     files[CONFIG] = "\ufeff" + json.dumps(files[CONFIG])
 
 
-def second_architecture(files):
-    files[CONFIG]["architectures"].append("AModel")
-
-
 def activation(files, values):
     """Set the activation under the name that the family has for it."""
     files[CONFIG] |= {k: v for k, v in values.items() if k in files[CONFIG]}
@@ -225,25 +221,6 @@ def activation(files, values):
 def aliased(files):
     """Give keys of config.json the names of other families."""
     files[CONFIG] = {ALIASES.get(k, k): v for k, v in files[CONFIG].items()}
-
-
-def both_names(files):
-    heads = files[CONFIG]["n_heads" if "n_heads" in files[CONFIG] else "n_head"]
-    files[CONFIG]["num_attention_heads"] = heads // 2
-
-
-def without_label(files):
-    labels = files[CONFIG].get("id2label") or {}
-    files[CONFIG]["id2label"] = {k: v for k, v in labels.items() if k != "1"}
-
-
-def labels_reversed(files):
-    labels = files[CONFIG].get("id2label") or {}
-    files[CONFIG]["id2label"] = dict(reversed(labels.items()))
-
-
-def untyped(files):
-    files[TOKENIZER]["model"].pop("type")
 
 
 def joined_merges(files):
@@ -260,18 +237,6 @@ def vocabulary_files(files):
     else:
         files["vocab.json"] = model["vocab"]
         files["merges.txt"] = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
-
-
-def carriage_returns(files):
-    files["vocab.txt"] = files["vocab.txt"].replace("\n", "\r\n")
-
-
-def word_twice(files):
-    files["vocab.txt"] = files["vocab.txt"].replace("\n", "\nthe\n", 1)
-
-
-def no_version(files):
-    files["merges.txt"] = files["merges.txt"].partition("\n")[2]
 
 
 def large_vocabulary(files):
@@ -295,26 +260,17 @@ def decoder_of(files):
     }
 
 
-def stated_word(files):
-    files[OPTIONS]["added_tokens_decoder"][str(_next_id(files))] = WORD
-
-
-def module(files, number, kind):
-    """Set the class of a module of sentence-transformers."""
-    files[MODULES][number]["type"] = kind
-
-
-def remove_module(files, number):
-    files[MODULES].pop(number)
-
-
-def reverse_modules(files):
-    files[MODULES].reverse()
-
-
 def nested(files):
     """Move the preprocessor into processor_config.json, as transformers writes it from 5.3 on."""
     files[PROCESSOR] = {"image_processor": files.pop(PRE), "processor_class": "AProcessor"}
+
+
+def _heads(config):
+    return config["n_heads"] if "n_heads" in config else config["n_head"]
+
+
+def _labels(files):
+    return list((files[CONFIG].get("id2label") or {}).items())
 
 
 def _next_id(files):
@@ -325,10 +281,23 @@ def _next_id(files):
 STEPS = {
     function.__name__: function
     for function in (
-        *(put, drop, parts, before, mark, second_architecture, activation, aliased, both_names, without_label),
-        *(labels_reversed, untyped, joined_merges, vocabulary_files, carriage_returns, word_twice, no_version),
-        *(large_vocabulary, own_word, decoder_of, stated_word, module, remove_module, reverse_modules, nested),
+        *(put, drop, parts, before, mark, activation, aliased, joined_merges, vocabulary_files, large_vocabulary),
+        *(own_word, decoder_of, nested),
     )
+} | {
+    "second_architecture": lambda files: files[CONFIG]["architectures"].append("AModel"),
+    "both_names": lambda files: files[CONFIG].update(num_attention_heads=_heads(files[CONFIG]) // 2),
+    "without_label": lambda files: files[CONFIG].update(id2label={k: v for k, v in _labels(files) if k != "1"}),
+    "labels_reversed": lambda files: files[CONFIG].update(id2label=dict(reversed(_labels(files)))),
+    "untyped": lambda files: files[TOKENIZER]["model"].pop("type"),
+    "carriage_returns": lambda files: files.update({"vocab.txt": files["vocab.txt"].replace("\n", "\r\n")}),
+    "word_twice": lambda files: files.update({"vocab.txt": files["vocab.txt"].replace("\n", "\nthe\n", 1)}),
+    "no_version": lambda files: files.update({"merges.txt": files["merges.txt"].partition("\n")[2]}),
+    "stated_word": lambda files: files[OPTIONS]["added_tokens_decoder"].update({str(_next_id(files)): WORD}),
+    # Of sentence-transformers.
+    "module": lambda files, number, kind: files[MODULES][number].update(type=kind),
+    "remove_module": lambda files, number: files[MODULES].pop(number),
+    "reverse_modules": lambda files: files[MODULES].reverse(),
 }
 
 SENTENCES = ("tiny-minilm",)

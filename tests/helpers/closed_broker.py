@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from broker_kinds import mosquitto_or_skip
-from site_processes import Site
+from site_processes import Site, free_port
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
@@ -28,9 +27,7 @@ def closed_broker(
 ) -> Iterator[tuple[SiteFolder, EmbeddedBroker]]:
     """Yield a closed site with its users, and its broker, which runs with the site's files; now: when it is made."""
     mosquitto_or_skip()
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        port: int = sock.getsockname()[1]
+    port = free_port(host)
     folder = SiteFolder.create(path, site, (host, "localhost"), port, now or datetime.datetime.now(datetime.UTC))
     for user, role in users.items():
         folder = folder.add(role, user)

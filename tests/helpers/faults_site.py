@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
-import psutil
+from broker_kinds import process_of
 from relay import Relay
 from site_load import DEVICES
 from site_processes import SITE, Site, Voice, poll
@@ -50,17 +50,9 @@ class Fault:
         return f"{self.kind}: {self.whom}{serves}" + (f", for {self.lasts_s:.1f} s" if self.lasts_s else "")
 
 
-def mosquitto_of(broker: EmbeddedBroker) -> psutil.Process:
-    """Return the process that its keeper has started."""
-    keeper = broker._process
-    assert keeper is not None
-    (mosquitto,) = psutil.Process(keeper.pid).children()
-    return mosquitto
-
-
 def kill_broker(broker: EmbeddedBroker) -> None:
     """Pull Mosquitto's plug; `broker.start()` brings it back with what it has saved."""
-    mosquitto_of(broker).kill()
+    process_of(broker).kill()
     broker.stop()  # what is left of it
 
 

@@ -46,7 +46,7 @@ class Held:
         table = np.array(self.samples)
         begin, end = table[0, 0], table[-1, 0]
         place = np.clip((table[:, 0] - begin) / (end - begin) * 4, 0, 3.999).astype(int)
-        return tuple(np.median(table[place == which, 1:], axis=0))  # type: ignore[return-value]
+        return tuple(np.median(table[place == which, 1:], axis=0))
 
     def slope(self) -> float:
         """Return the growth of the second half, bytes per hour, by least squares."""

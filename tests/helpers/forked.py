@@ -33,7 +33,7 @@ class Forked(subprocess.Popen[bytes]):
     Its own server's arguments are those that the system shows.
     """
 
-    def _execute_child(self, args: Any, *others: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, args: Any, *others: Any) -> None:
         cwd, env, (stdin, _, _, stdout, _, stderr) = others[4], others[5], others[9:15]
         with _one_at_a_time:
             door, set_option = _server(), ctypes.CDLL(None).prctl

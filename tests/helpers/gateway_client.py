@@ -73,31 +73,32 @@ class Client:
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         self.asked.append({"model": model, **request})
         future: Future[Answer] = Future()
+        try:
+            future.set_result(self.answer(model, request))
+        except HeptiError as error:
+            future.set_exception(error)
+        return future
+
+    def answer(self, model: str, request: dict[str, Any]) -> Answer:
+        """Return the answer to a request; raises the error that ends it."""
         if self._error is not None:
-            future.set_exception(self._error)
-            return future
+            raise self._error
         if "audio" in request:
-            future.set_result(Answer({"result": SPOKEN, "tokens": 1}, 1.0))
-            return future
+            return Answer({"result": SPOKEN, "tokens": 1}, 1.0)
         if model != "any" and (model == "ranker") != ("documents" in request):
-            future.set_exception(RequestError("another model reads this"))
-            return future
+            raise RequestError("another model reads this")
         if "documents" in request:
             scores = sorted(((float(number(text)), i) for i, text in enumerate(request["documents"])), reverse=True)
             ranking = [{"index": i, "score": score} for score, i in scores]
-            future.set_result(Answer({"result": {"ranking": ranking}, "tokens": 7}, 1.0))
-            return future
+            return Answer({"result": {"ranking": ranking}, "tokens": 7}, 1.0)
         if model != "any" and (request.get("dimensions") or 0) > ROWS.shape[1]:
-            future.set_exception(RequestError("dimensions"))
-            return future
+            raise RequestError("dimensions")
         if request.get("want") == "hidden":
             states = ROWS[: 1 + len(request["text"]) % 9]
             packed = {"shape": states.shape, "base64": base64.b64encode(states.tobytes()).decode()}
-            future.set_result(Answer({"result": packed, "tokens": len(states)}, 1.0))
-            return future
+            return Answer({"result": packed, "tokens": len(states)}, 1.0)
         if {"text", "image", "messages"} & request.keys():
-            future.set_result(WRITTEN)
-            return future
+            return WRITTEN
         inputs = request.get("texts") or [str(pair) for pair in request.get("pairs") or ()] or request["images"]
         labels = {"labels": [{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]}
         vectors = [ROWS[number(text) % len(ROWS)][: request.get("dimensions")].tolist() for text in inputs]
@@ -105,8 +106,7 @@ class Client:
             (labels if model in ("labels", "any") else {}) | ({} if model == "labels" else {"embedding": vector})
             for vector in vectors
         ]
-        future.set_result(Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0))
-        return future
+        return Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0)
 
 
 CARD = {
@@ -163,13 +163,9 @@ class Writer(Described):
         result |= {} if request.get("logprobs") is None else {"logprobs": [likely(text) for text in self.tokens]}
         return Answer({"result": result, "tokens": 5, "cached_tokens": 3}, 1.0)
 
-    def submit(self, model: str, **request: Any) -> Future[Answer]:
-        if self._error is not None or not {"text", "messages"} & request.keys():
-            return super().submit(model, **request)
-        self.asked.append({"model": model, **request})
-        future: Future[Answer] = Future()
-        future.set_result(self._written(request))
-        return future
+    def answer(self, model: str, request: dict[str, Any]) -> Answer:
+        is_written = self._error is None and {"text", "messages"} & request.keys()
+        return self._written(request) if is_written else super().answer(model, request)
 
     def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
         self.asked.append({"model": model, **request})

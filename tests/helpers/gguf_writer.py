@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,15 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.core.storage import STORAGES
 
 KIND = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "q4_k": 12,
-    "q5_k": 13,
-    "q6_k": 14,
-    "bf16": 30,
-    "mxfp4": 39,
-}
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14,
+    "bf16": 30, "mxfp4": 39,
+}  # fmt: skip
 LAYER = {
-    "attention_norm": "attn_norm",
-    "mlp_norm": "ffn_norm",
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "attention_out": "attn_output",
-    "mlp_gate": "ffn_gate",
-    "mlp_up": "ffn_up",
-    "mlp_down": "ffn_down",
-    "router": "ffn_gate_inp",
-    "query_norm": "attn_q_norm",
-    "key_norm": "attn_k_norm",
-    "attention_out_norm": "post_attention_norm",
-    "mlp_down_norm": "post_ffw_norm",
-    "sinks": "attn_sinks",
-}
+    "attention_norm": "attn_norm", "query": "attn_q", "key": "attn_k", "value": "attn_v", "query_norm": "attn_q_norm",
+    "key_norm": "attn_k_norm", "sinks": "attn_sinks", "attention_out": "attn_output",
+    "attention_out_norm": "post_attention_norm", "mlp_norm": "ffn_norm", "router": "ffn_gate_inp",
+    "mlp_gate": "ffn_gate", "mlp_up": "ffn_up", "mlp_down": "ffn_down", "mlp_down_norm": "post_ffw_norm",
+}  # fmt: skip
 WHOLE = {"stem.word": "token_embd", "final_norm": "output_norm", "head.decoder": "output"}
 
 
@@ -167,6 +146,13 @@ def value_bytes(value: Any) -> bytes:
     return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + items
 
 
+def head_bytes(metadata: Mapping[str, Any], infos: Sequence[bytes]) -> bytes:
+    """Return what comes before the tensors; infos: the description of each."""
+    keys = [text_bytes(key) + value_bytes(value) for key, value in metadata.items()]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join([*keys, *infos])
+    return head + b"\0" * (-len(head) % 32)
+
+
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, str]]) -> Path:
     """Write a file; tensors: values [rows, columns] or [n], and how they are stored."""
     infos, data = [], b""
@@ -175,9 +161,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tu
         dims = struct.pack(f"<I{values.ndim}Q", values.ndim, *values.shape[::-1])
         infos.append(text_bytes(name) + dims + struct.pack("<IQ", KIND[storage], len(data)))
         data += raw.tobytes() + b"\0" * (-raw.nbytes % 32)
-    keys = [text_bytes(key) + value_bytes(value) for key, value in metadata.items()]
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join(keys + infos)
-    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    path.write_bytes(head_bytes(metadata, infos) + data)
     return path
 
 

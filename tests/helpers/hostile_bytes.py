@@ -19,14 +19,8 @@ from hepti_mqtt.transport.endpoint import MAX_FILTERS, ClientSession
 GIVEN_NAME = re.compile(rb"client-[0-9a-f]{8}")
 LIMIT = 20_000  # above the stage, and small enough that a lie about a length costs nothing
 LENGTHS = (
-    b"\0",
-    b"\x7f",
-    b"\x80\x01",
-    b"\xff\x7f",
-    b"\xff\xff\x7f",
-    b"\xff\xff\xff\x7f",
-    b"\x80\x80\x80\x80\x01",
-    b"\x80",
+    *(b"\0", b"\x7f", b"\x80\x01", b"\xff\x7f", b"\xff\xff\x7f", b"\xff\xff\xff\x7f"),
+    *(b"\x80\x80\x80\x80\x01", b"\x80"),
 )
 
 SENT = [
@@ -163,12 +157,8 @@ def converse(parts):
     assert len(session.filters) <= MAX_FILTERS
     assert all(name.startswith("x/") for name in session.filters)
     assert session.version or not session.filters
-    return GIVEN_NAME.sub(b"client-N", bytes(answers)), (
-        broken,
-        session.version,
-        session.over,
-        frozenset(session.filters),
-    )
+    state = (broken, session.version, session.over, frozenset(session.filters))
+    return GIVEN_NAME.sub(b"client-N", bytes(answers)), state
 
 
 def run(cases, seed):

@@ -25,7 +25,7 @@ from closed_broker import ClosedSite, closed_broker
 from mutations import MUTATIONS
 from scripted_site import caps, heartbeat
 from site_load import RIGHT, LibraryClient, Question, counts, encoded, texts
-from site_processes import PATIENCE_S, SITE, Site, User, Voice, poll
+from site_processes import PATIENCE_S, SITE, Site, User, Voice, poll, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -218,14 +218,13 @@ def start(site: Site, url: str, *planner: str) -> None:
     for name in ("a", "b"):
         site.agent(name, "100MiB")
     with Hepti.connect(url, site=SITE) as hepti:
-        both = {"a", "b"}
-        hepti.wait_ready("tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == both)
+        wait_for_plans(hepti, ["tiny"], "ab")
 
 
 def answers_again(url: str, question: Question) -> None:
     """Return when the site answers rightly again; raises if it does not."""
     with Hepti.connect(url, site=SITE) as hepti:
-        assert question.is_right(hepti.infer("tiny", **question.body, timeout_s=2 * PATIENCE_S)), "a wrong answer"
+        assert question.is_right(hepti.infer("tiny", **question.body, timeout_s=PATIENCE_S)), "a wrong answer"
 
 
 def attack_by_messages(count: int, seed: int = 0) -> dict[str, object]:
@@ -238,11 +237,11 @@ def attack_by_messages(count: int, seed: int = 0) -> dict[str, object]:
             with attacked(site, site.url, questions, "one", "two") as report:
                 poll(lambda: not KINDS - set(attacker.captured), f"each kind besides {set(attacker.captured)}")
                 attacker.capturing = False  # from now on much of what is heard is our own
-                memory: dict[str, object] = report["memory_mb"]  # type: ignore[assignment]
+                memory: dict[str, object] = report["memory_mb"]
                 _mutations(attacker, count)
                 mutated_until_s = attacker.last_sent_s
                 time.sleep(2 * OUTLASTS_S)
-                failed = [o.begun_s for c in report["clients"] for o in c.outcomes if o.code]  # type: ignore[attr-defined]
+                failed = [o.begun_s for c in report["clients"] for o in c.outcomes if o.code]
                 report["outlasting"] = max(failed, default=0.0) > mutated_until_s + OUTLASTS_S
                 memory["after mutations"], unanswered = memory_mb(site), Counter[str]()
                 for name, act in named(attacker):
@@ -352,15 +351,12 @@ def attack_by_roles(load: str, users: tuple[str, ...] = ATTACKERS, seed: int = 0
     """Let each login of a closed site attack it; return the results of another client's requests."""
     with served_model() as (directory, path, questions), closed_broker(directory / "site", USERS, SITE) as closed:
         folder, broker = closed
-        site, rng, alice = (
-            ClosedSite(directory, broker, {"tiny": path}, folder),
-            random.Random(seed),
-            folder.login("alice"),
-        )
+        site = ClosedSite(directory, broker, {"tiny": path}, folder)
+        rng, alice = random.Random(seed), folder.login("alice")
         try:
             start(site, str(alice))
             with attacked(site, str(alice), questions, "alice") as report:
-                memory: dict[str, object] = report["memory_mb"]  # type: ignore[assignment]
+                memory: dict[str, object] = report["memory_mb"]
                 for user in users:
                     report[user] = dict(attack_with(str(folder.login(user)), user, LOADS[load], rng))
                     memory[user] = memory_mb(site)

@@ -55,12 +55,12 @@ def runnable() -> list[str]:
 
 
 def spec(a: Array) -> SlotSpec:
-    return SlotSpec(a.shape, DTYPES[a.dtype])  # type: ignore[arg-type]
+    return SlotSpec(a.shape, DTYPES[a.dtype])
 
 
 def weight(a: Array, layout: str) -> Weight:
     rows, columns = a.shape if a.ndim == 2 else (1, len(a))
-    buffer = allocate(WeightRef("w", (0, rows), (0, columns), layout))  # type: ignore[arg-type]
+    buffer = allocate(WeightRef("w", (0, rows), (0, columns), layout))
     buffer.put(a.reshape(rows, columns), 0, 0)
     return buffer.finish()
 
@@ -95,7 +95,7 @@ class Case:
         **attrs: Any,
     ) -> None:
         self.reads, self.plain = list(reads), list(weights)
-        self.slots = [*map(spec, reads), *(SlotSpec(s, dtype) for s in shapes)]  # type: ignore[arg-type]
+        self.slots = [*map(spec, reads), *(SlotSpec(s, dtype) for s in shapes)]
         n = len(reads)
         self.op = Compute(kernel, tuple(range(n)), tuple(range(n, n + len(shapes))), (), attrs)
         self.weights = [weight(w, "packed" if i < packed else "plain") for i, w in enumerate(weights)]

@@ -11,13 +11,13 @@ from hepti_mqtt.cli.main import main
 
 class Liar(tile_peers.TilePeers):
     def serve(self) -> None:
-        right, TileCache.get = TileCache.get, lambda *_: b"not what was asked for"  # type: ignore[method-assign]
+        right, TileCache.get = TileCache.get, lambda *_: b"not what was asked for"
         try:
             super().serve()
         finally:
-            TileCache.get = right  # type: ignore[method-assign]
+            TileCache.get = right
 
 
 if __name__ == "__main__":
-    sys.modules["device_agent.agent"].TilePeers = Liar  # type: ignore[attr-defined]
+    sys.modules["device_agent.agent"].TilePeers = Liar
     sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ import time
 import psutil
 from mqtt_bytes import connect
 from mqtt_bytes import subscribe as subscribe_packet
+from programs import PATIENCE_S
 
 from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.mesh import Mesh
@@ -17,7 +18,6 @@ from hepti_mqtt.transport.peer import Address, Joined, PeerStats
 from hepti_mqtt.transport.sockets import listen
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
 KEY, OTHER = ("bert", 1), ("bert", 2)
 TOKEN = "secret"
 IN, GRANTED = b"\x20\x02\0\0", b"\x90\x04\0\x01\0\0"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from gguf_writer import KIND, text_bytes, value_bytes
+from gguf_writer import KIND, head_bytes, text_bytes
 from tokenizers import pre_tokenizers
 
 from hepti_mqtt.core.storage import STORAGES
@@ -58,15 +58,12 @@ def write_mixture(path: Path, shape: Shape, seed: int = 3) -> Path:
     """Write the file; each matrix spreads so that a row of normal values stays one."""
     infos, at, tensors = [], 0, tensors_of(shape)
     for name, (dims, storage) in tensors.items():
-        infos.append(text_bytes(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims[::-1]))
-        infos[-1] += struct.pack("<IQ", KIND[storage], at)
+        place = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims[::-1], KIND[storage], at)
+        infos.append(text_bytes(name) + place)
         at += -(-_nbytes(dims, storage) // 32) * 32
-    metadata = _metadata(shape)
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(metadata))
-    head += b"".join(text_bytes(key) + value_bytes(value) for key, value in metadata.items()) + b"".join(infos)
     rng = np.random.default_rng(seed)
     with path.open("wb") as file:
-        file.write(head + b"\0" * (-len(head) % 32))
+        file.write(head_bytes(_metadata(shape), infos))
         for dims, storage in tensors.values():
             _write(file, rng, dims, storage)
             file.write(b"\0" * (-_nbytes(dims, storage) % 32))

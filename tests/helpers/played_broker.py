@@ -8,6 +8,7 @@ import socket
 import threading
 
 from mqtt_bytes import Reader
+from programs import PATIENCE_S
 
 from hepti_mqtt.transport.codec import (
     FROM_BROKER,
@@ -25,7 +26,6 @@ from hepti_mqtt.transport.codec import (
     encode,
 )
 
-PATIENCE_S = 20.0
 READS = {**FROM_BROKER, **FROM_SUBSCRIBER, **FROM_STRANGER}
 
 

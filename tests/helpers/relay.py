@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 
-PATIENCE_S = 20.0  # how long a test waits for what must come
+from programs import PATIENCE_S
 
 
 class Relay:

@@ -137,11 +137,7 @@ class Site:
         if device in self.mute or device not in self.boots:
             return
         plan = Plan.from_dict(probe.plan)
-        self.event(
-            interface.DeviceMessage(
-                device, messages.Ready(probe.transaction_id, plan.model, plan.version, 1000, bytes(8))
-            )
-        )
+        self.receive(device, messages.Ready(probe.transaction_id, plan.model, plan.version, 1000, bytes(8)))
 
     def _will_serve(self, message: messages.Prepare) -> bool:
         """Return whether a Prepare is for the plan being prepared, not a probe."""
@@ -212,12 +208,17 @@ class Site:
         """Return the last Prepare of every device."""
         return {d: m for d, m in self.sent if isinstance(m, messages.Prepare)}
 
+    def ready_message(self, device: str) -> messages.Ready:
+        """Return the Ready of a device to its last Prepare."""
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        return messages.Ready(prepare.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
+
     def ready(self, *devices: str) -> None:
-        for device, message in self.prepares().items():
+        """Let devices, by default all, answer their last Prepare with Ready."""
+        for device in self.prepares():
             if device in devices or not devices:
-                plan = Plan.from_dict(message.plan)
-                digest = programs_digest(SPEC, plan)
-                self.receive(device, messages.Ready(message.transaction_id, plan.model, plan.version, 1000, digest))
+                self.receive(device, self.ready_message(device))
 
     def receive(self, device: str, message: messages.Message) -> list[interface.CoordinatorCommand]:
         """Let a message of a device arrive."""
@@ -230,18 +231,17 @@ class Site:
         message = messages.PrepareProgress(prepare.transaction_id, plan.model, plan.version, done, total)
         self.receive(device, message)
 
-    def settle(self) -> Plan:
-        """Complete search and preparation after joins; return the active plan."""
-        self.tick(1.1)
-        self.ready()
-        plan = self.session.active_plan("m")
-        assert plan is not None
-        return plan
-
     @property
     def plan(self) -> Plan | None:
         """Return the active plan of the model `m`."""
         return self.session.active_plan("m")
+
+    def settle(self) -> Plan:
+        """Complete search and preparation after joins; return the active plan."""
+        self.tick(1.1)
+        self.ready()
+        assert self.plan is not None
+        return self.plan
 
     def pass_by(self, times: int, seconds: float = 1.0, *, ready: bool = False) -> None:
         """Let time pass in steps with heartbeats; ready: devices answer each Prepare."""
@@ -368,12 +368,6 @@ class KeyedSite(Site):
         """Let a device publish its caps, with this key."""
         report = replace(caps(device, self.boots[device]), public_key=keys.public_key(private))
         self.event(interface.DeviceCaps(device, report))
-
-    def ready_message(self, device: str) -> messages.Ready:
-        """Return the Ready of a device to its last Prepare."""
-        prepare = self.prepares()[device]
-        plan = Plan.from_dict(prepare.plan)
-        return messages.Ready(prepare.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
 
     def say(self, device: str, message: messages.Message, channel: Channel | None) -> None:
         """Let a message arrive in the name of a device, sealed by a channel."""

@@ -28,7 +28,7 @@ class ShiftedDatetime(datetime.datetime):
 
 time.time = lambda: _true_time() + ahead_s()
 time.time_ns = lambda: int(time.time() * 1e9)
-datetime.datetime = ShiftedDatetime  # type: ignore[misc]
+datetime.datetime = ShiftedDatetime
 
 if __name__ == "__main__":
     sys.argv[0] = "hepti"

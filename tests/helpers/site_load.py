@@ -15,7 +15,7 @@ import time
 import uuid
 import wave
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import paho.mqtt.client as paho
 from numpy.typing import NDArray
-from site_processes import PATIENCE_S, SITE, Site, free_port, poll
+from site_processes import SITE, continued
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
@@ -113,17 +113,6 @@ def encoded(path: Path, bodies: Iterable[Mapping[str, Any]], model: str) -> list
     return out
 
 
-def continued(
-    checkpoint: Checkpoint, tensors: Mapping[str, Any], prompt: Sequence[int], most: int, ends: Collection[int]
-) -> tuple[int, ...]:
-    """Return the likeliest tokens after a prompt, at most so many, by the reference."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] not in ends):
-        shape, inputs = models.single_sequence(checkpoint.spec, np.array(ids, np.int32))
-        ids.append(int(models.reference(checkpoint.spec, tensors, inputs, shape)[1][-1].argmax()))
-    return tuple(ids[len(prompt) :])
-
-
 SAMPLES = np.random.default_rng(3).integers(-9000, 9000, 4000, np.int16)
 
 
@@ -161,7 +150,7 @@ def right_answers(hepti: Hepti, places: Mapping[str, Path], seed: int = 5) -> Ri
         for _ in range(CHATS):
             words = " ".join(rng.choices(WORDS, k=rng.randint(4, 20)))
             prompt = tuple(checkpoint.tokenizer.encode(words).ids)
-            tokens = continued(checkpoint, tensors, prompt, NEW_TOKENS, ends)
+            tokens = tuple(continued(checkpoint, tensors, prompt, NEW_TOKENS, ends))
             result = hepti.infer(CHAT, ids=list(prompt), max_new_tokens=NEW_TOKENS, timeout_s=LOST_S).result
             assert tuple(result["ids"]) == tokens, (prompt, result["ids"], tokens)
             chats.append(Chat(prompt, tokens, words, result["text"]))
@@ -169,7 +158,7 @@ def right_answers(hepti: Hepti, places: Mapping[str, Path], seed: int = 5) -> Ri
             talks.append(list[Chat]())
             ids = [rng.randrange(VOCAB) for _ in range(rng.randint(18, 40))]
             for _ in range(TURNS):
-                tokens = continued(checkpoint, tensors, ids, NEW_TOKENS, ends)
+                tokens = tuple(continued(checkpoint, tensors, ids, NEW_TOKENS, ends))
                 talks[-1].append(Chat(tuple(ids), tokens))
                 ids = [*ids, *tokens[: rng.randint(0, len(tokens))]]
                 ids += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
@@ -200,14 +189,6 @@ def pinned_questions(places: Mapping[str, Path], seed: int, each: int = 3) -> li
             atol = TOLERANCE[pins.get("wire", "f32")]
             out += [replace(q, body={**q.body, **pins}, atol=atol) for q in plain]
     return out
-
-
-def start_gateway(site: Site) -> int:
-    """Start the site's HTTP gateway; return its port."""
-    port = free_port()
-    site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start", PATIENCE_S)
-    return port
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the other fake site, `swarm`, where time is virtual.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
@@ -25,7 +26,7 @@ import forked
 import numpy as np
 import pytest
 from broker_kinds import broker_of
-from programs import ROOT
+from programs import PATIENCE_S, ROOT
 
 from device_agent.measure import measurement_file
 from hepti_mqtt import models as families
@@ -39,7 +40,6 @@ from hepti_mqtt.transport.base import Connected, State, Subscribed
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
-PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 SITE = "test"
 
 
@@ -58,7 +58,7 @@ def trust_measurement(threads: int = 1) -> None:
     Beside other tests the check would often fail, and then each agent measures for seconds. `make kernels` deletes the
     measurement, so that none is older than the run.
     """
-    then = time.time() + PATIENCE_S
+    then = time.time() + 60.0
     with suppress(OSError):  # nothing is measured yet
         os.utime(measurement_file(Path(), threads), (then, then))
 
@@ -93,10 +93,26 @@ def wait_online(hepti: Hepti, devices: Collection[str], timeout: float = PATIENC
     poll(lambda: online() == set(devices), "all devices online", timeout)
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.create_server((host, 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def ask_http(
+    port: int, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str = ""
+) -> tuple[int, bytes]:
+    """Return status and body of an HTTP request; body: bytes, or an object for JSON; None: GET."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        connection.request(
+            method or ("GET" if body is None else "POST"), path, data, headers or {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
 
 
 def listens(port: int) -> bool:
@@ -109,6 +125,17 @@ def start_hepti(arguments: Sequence[str], **how: Any) -> subprocess.Popen[bytes]
     if forked.POSSIBLE and "tests/site/" in os.environ.get("PYTEST_CURRENT_TEST", ""):
         return forked.Forked(list(arguments), **how)
     return subprocess.Popen([sys.executable, "-m", "hepti_mqtt.cli", *arguments], **how)
+
+
+def continued(
+    checkpoint: Checkpoint, tensors: Mapping[str, Any], prompt: Sequence[int], most: int, ends: Collection[int | None]
+) -> list[int]:
+    """Return the likeliest tokens after a prompt, at most so many, by whole passes of the reference."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] not in ends):
+        shape, inputs = families.single_sequence(checkpoint.spec, np.array(ids, np.int32))
+        ids.append(int(families.reference(checkpoint.spec, tensors, inputs, shape)[1][-1].argmax()))
+    return ids[len(prompt) :]
 
 
 class Site:
@@ -165,13 +192,8 @@ class Site:
 
     def continued(self, model: str, prompt: Sequence[int], most: int) -> list[int]:
         """Return the likeliest tokens after a prompt, up to the model's end, by whole passes of the reference."""
-        ids = list(prompt)
         with Checkpoint.open(self.models[model], model) as checkpoint:
-            spec, tensors, end = checkpoint.spec, checkpoint.tensors(), checkpoint.config.get("eos_token_id")
-            while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] != end):
-                shape, inputs = families.single_sequence(spec, np.array(ids, np.int32))
-                ids.append(int(families.reference(spec, tensors, inputs, shape)[1][-1].argmax()))
-        return ids[len(prompt) :]
+            return continued(checkpoint, checkpoint.tensors(), prompt, most, {checkpoint.config.get("eos_token_id")})
 
     def kill(self, name: str) -> None:
         """Pull the plug: no farewell."""
@@ -242,13 +264,17 @@ def site_of(kinds: Mapping[str, str | tuple[str, int]], agents: Mapping[str, str
     return site
 
 
-def client_of(*models: str) -> Any:
-    """Return a fixture: a client of the fixture `site`, which has searched plans of models (all) on all its agents."""
+def client_of(*models: str, online: bool = False) -> Any:
+    """Return a fixture: a client of the fixture `site`, which has searched plans of models (all) on all its agents.
+
+    online: the agents are online, whatever plans have been searched. Of three agents no plan may have all.
+    """
 
     @pytest.fixture(scope="module")
     def hepti(site: Site) -> Iterator[Hepti]:
         with Hepti.connect(site.url, site=site.name, client_id="tester") as client:
-            wait_for_plans(client, models or site.models, site.running.keys() - {"planner"})
+            agents = site.running.keys() - {"planner"}
+            wait_online(client, agents) if online else wait_for_plans(client, models or site.models, agents)
             yield client
 
     return hepti
@@ -319,6 +345,14 @@ class Voice:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def retain(url: str | BrokerUrl, topics: Iterable[str], payload: bytes = b"x") -> None:
+    """Publish retained messages; return when the broker has acknowledged them."""
+    with Voice(url) as voice:
+        for topic in topics:
+            voice.say(topic, payload, retain=True)
+        voice.close(PATIENCE_S)
 
 
 class User(Voice):

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from faults_site import KINDS, Fault, FaultySite, Serving, mosquitto_of, schedule, wait_until_saved
+from broker_kinds import process_of
+from faults_site import KINDS, Fault, FaultySite, Serving, schedule, wait_until_saved
 from flat import MIB, Flat, Held, table, watch
 from PIL import Image
 from site_load import (
@@ -47,10 +48,9 @@ from site_load import (
     pinned_models,
     pinned_questions,
     right_answers,
-    start_gateway,
     texts,
 )
-from site_processes import SITE, Site, poll
+from site_processes import SITE, Site, wait_online
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -226,7 +226,7 @@ def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True
         try:
             site.start()
             with Hepti.connect(broker.url, site=SITE) as hepti:
-                poll(lambda: _all_online(hepti), "all agents online", START_S)
+                wait_online(hepti, DEVICES, START_S)
                 for name in served:
                     hepti.wait_ready(name, START_S)
                 steady = _steady_clients(what, site, hepti, pinned)
@@ -243,7 +243,7 @@ def _steady_clients(what: Run, site: FaultySite, hepti: Hepti, pinned: Sequence[
     if what.mixed or what.chats:
         right = right_answers(hepti, site.site.models)
         steady += [MqttChats(url, f"chat-{what.seed}-{n}", right, WAYS, 0.0) for n in range(what.chats)]
-        steady += mixed_clients(url, start_gateway(site.site), right) if what.mixed else []
+        steady += mixed_clients(url, site.site.serve("gateway"), right) if what.mixed else []
     steady += [PinnedClient(url, f"pinned-{n}", pinned) for n in range(what.pinned)]
     # Plans want all weights everywhere once each device has answered: memory is flat after that.
     alone = [q for q in pinned if q.body.get("strategy") == "single"]
@@ -255,14 +255,10 @@ def _steady_clients(what: Run, site: FaultySite, hepti: Hepti, pinned: Sequence[
 def _processes(site: FaultySite, hepti: Hepti) -> dict[str, Held]:
     """Return the processes of a site; an agent may hold its budget and the memory that it held when idle."""
     idle = {d["device"]: d["rss_idle_bytes"] for d in hepti.devices(wait_s=1.5) if d["status"] == "online"}
-    held = {"broker": Held(mosquitto_of(site.broker).pid)}
+    held = {"broker": Held(process_of(site.broker).pid)}
     for name, process in site.running.items():
         held[name] = Held(process.pid, idle[name] + MEMORY_MIB * MIB if name in idle else float("inf"))
     return held
-
-
-def _all_online(hepti: Hepti) -> bool:
-    return {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} == set(DEVICES)
 
 
 def _under_faults(
@@ -326,7 +322,7 @@ def _under_faults(
 def missing_frames(url: str) -> Counter[tuple[str, str]]:
     """Return how many frames each two devices did not receive of each other; probes and their echoes add nothing."""
     with Hepti.connect(url, site=SITE) as hepti:
-        poll(lambda: _all_online(hepti), "all agents online", START_S)
+        wait_online(hepti, DEVICES, START_S)
         edges = [(d["device"], *e) for d in hepti.devices(wait_s=IDLE_S) for e in d["heartbeat"]["edges"].items()]
     missing = Counter[tuple[str, str]]()
     for device, peer, edge in edges:

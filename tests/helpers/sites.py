@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,40 +25,25 @@ from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 MODEL = "m"
 TOLERANCE = 5e-5  # max |difference| of hidden states and outputs in f32; the values are of the order of 1 to 10
 
-_TEXT = TextStem(vocab=50, positions=20, types=2)
-_BERT = {"norm_first": False, "activation": "gelu", "norm_eps": 1e-12, "max_tokens": 20, "text": _TEXT}
+_TEXT = {"norm_first": False, "max_tokens": 20, "text": TextStem(vocab=50, positions=20, types=2)}
+_PICTURE = {"norm_first": True, "max_tokens": 17, "image": ImageStem(16, 4, 3, (0.5, 0.4, 0.3), (0.5, 0.6, 0.7))}
+_LABELS = {"outputs": 3, "labels": ("a", "b", "c")}
+
+
+def _small(family: str, architecture: str, layers: int, head: TaskHead, **stem: Any) -> ModelSpec:
+    return ModelSpec(family, architecture, layers, 32, 4, 48, head=head, activation="gelu", norm_eps=1e-12, **stem)
+
+
+_EMBEDDING = TaskHead("embedding", "mean", normalize=True)
+_CLASSES = TaskHead("classification", "cls", pooler=True, **_LABELS)
+_MASK = TaskHead("masked_token", "mask", outputs=50)
+_PICTURE_CLASSES = TaskHead("image_classification", "cls", **_LABELS)
 
 FAMILIES: dict[str, Spec] = {
-    "bert-embedding": ModelSpec(
-        "bert", "BertModel", 3, 32, 4, 48, head=TaskHead("embedding", "mean", normalize=True), **_BERT
-    ),
-    "bert-classifier": ModelSpec(
-        "bert",
-        "BertForSequenceClassification",
-        2,
-        32,
-        4,
-        48,
-        head=TaskHead("classification", "cls", pooler=True, outputs=3, labels=("a", "b", "c")),
-        **_BERT,
-    ),
-    "bert-mask": ModelSpec(
-        "bert", "BertForMaskedLM", 2, 32, 4, 48, head=TaskHead("masked_token", "mask", outputs=50), **_BERT
-    ),
-    "vit-classifier": ModelSpec(
-        "vit",
-        "ViTForImageClassification",
-        3,
-        32,
-        4,
-        48,
-        norm_first=True,
-        activation="gelu",
-        norm_eps=1e-12,
-        max_tokens=17,
-        head=TaskHead("image_classification", "cls", outputs=3, labels=("a", "b", "c")),
-        image=ImageStem(16, 4, 3, (0.5, 0.4, 0.3), (0.5, 0.6, 0.7)),
-    ),
+    "bert-embedding": _small("bert", "BertModel", 3, _EMBEDDING, **_TEXT),
+    "bert-classifier": _small("bert", "BertForSequenceClassification", 2, _CLASSES, **_TEXT),
+    "bert-mask": _small("bert", "BertForMaskedLM", 2, _MASK, **_TEXT),
+    "vit-classifier": _small("vit", "ViTForImageClassification", 3, _PICTURE_CLASSES, **_PICTURE),
 }
 
 # The other plain encoders are in by their last seeded tiny kind.

@@ -30,12 +30,10 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.planner import Question, decide, price_plans, simulate_plan
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.frames import ExchangeCache, TensorArrival
 from hepti_mqtt.protocol.messages import Endpoint
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.runtime.coordinator import interface as coordinator_interface
-from hepti_mqtt.runtime.coordinator import interface as planner_commands
 from hepti_mqtt.runtime.coordinator import session as coordinator_session
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
@@ -124,7 +122,7 @@ class Swarm:
         self.tokens: dict[object, list[tuple[int, int]]] = {}
         self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by run id
         self.errors: dict[object, list[HeptiError]] = {}
-        self.notes: list[planner_commands.LogEvent] = []
+        self.notes: list[coordinator_interface.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
         self.lost_filter: Callable[[str, str], bool] = lambda topic, target: False
         for name, (flops, memory) in devices.items():
@@ -162,25 +160,25 @@ class Swarm:
         for command in self.planner.handle(event, self.now):
             self._planner_command(command)
 
-    def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
+    def _planner_command(self, command: coordinator_interface.CoordinatorCommand) -> None:
         if isinstance(command, interface.Publish):
             self._count(command)
             for name, host in self.hosts.items():
                 if command.topic in {self.planner.topics.command(name), *host.works}:
                     self._to_host(name, command)
-        elif isinstance(command, planner_commands.Solve):
+        elif isinstance(command, coordinator_interface.Solve):
             self.after(0.05, lambda: self._solve(command))
-        elif isinstance(command, planner_commands.TokenReady):
+        elif isinstance(command, coordinator_interface.TokenReady):
             self.tokens.setdefault(command.request.reply_context, []).append((command.index, command.tokens[-1]))
-        elif isinstance(command, planner_commands.AnswerRequest):
+        elif isinstance(command, coordinator_interface.AnswerRequest):
             output = command.request.output()
             self.answers.setdefault(command.request.reply_context, []).append((output, command.stats))
-        elif isinstance(command, planner_commands.RefuseRequest):
+        elif isinstance(command, coordinator_interface.RefuseRequest):
             self.errors.setdefault(command.request.reply_context, []).append(command.error)
-        elif isinstance(command, planner_commands.LogEvent):
+        elif isinstance(command, coordinator_interface.LogEvent):
             self.notes.append(command)
 
-    def _solve(self, command: planner_commands.Solve) -> None:
+    def _solve(self, command: coordinator_interface.Solve) -> None:
         query, active = command.question, command.active
         try:
             decision = price_plans(query, command.plans) if command.plans else self.decider(query)
@@ -194,7 +192,7 @@ class Swarm:
     def _tick(self) -> None:
         for name, host in self.hosts.items():
             if host.alive and self.rng.random() < 0.5:
-                hb = protocol_messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
+                hb = messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
                 self.tell_planner(coordinator_interface.DeviceHeartbeat(name, hb))
             if self.now >= host.session.deadline:
                 self._tell_host(name, host, worker_session.Tick())
@@ -231,22 +229,12 @@ class Swarm:
         boot = self.hosts[name].boot + 1 if name in self.hosts else 1
         session = worker_session.WorkerSession(name, SITE, memory)
         self.hosts[name] = Host(session, flops_per_s, memory, boot)
-        caps = protocol_messages.Caps(
-            device=name,
-            boot=boot,
-            cores=1,
-            threads=1,
-            memory_budget_bytes=memory,
-            rss_idle_bytes=0,
-            isa="test",
-            version=__version__,
-            curves=curves(flops_per_s),
-            largest_packet_bytes=1 << 24,
-            mqtt=4,
-            endpoint=Endpoint("10.0.0.1", 1000 + len(self.hosts)),
+        own = {"curves": curves(flops_per_s), "endpoint": Endpoint("10.0.0.1", 1000 + len(self.hosts))}
+        caps = messages.Caps(
+            name, boot, 1, 1, memory, 0, "test", __version__, largest_packet_bytes=1 << 24, mqtt=4, **own
         )
         self.tell_planner(coordinator_interface.DeviceCaps(name, caps))
-        self.tell_planner(coordinator_interface.DeviceStatus(name, protocol_messages.Status("online", boot)))
+        self.tell_planner(coordinator_interface.DeviceStatus(name, messages.Status("online", boot)))
 
     def kill(self, name: str) -> None:
         """Pull a device's plug; its will follows a little later."""
@@ -254,7 +242,7 @@ class Swarm:
         host.alive = False
         for other in self.hosts:
             self.cut(name, other)
-        status = protocol_messages.Status("offline", host.boot)
+        status = messages.Status("offline", host.boot)
         self.after(0.01, lambda: self.tell_planner(coordinator_interface.DeviceStatus(name, status)))
 
     def _to_host(self, name: str, publish: interface.Publish, over: tuple[str, int] | None = None) -> None:

@@ -47,9 +47,9 @@ TEXTS = (
 )
 
 
-def bytes_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose tokens are bytes and a few words, so that a character may be several of them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def bytes_tokenizer(*first: str) -> Tokenizer:
+    """Return a tokenizer whose tokens are bytes, so that a character may be several of them; first: tokens before."""
+    alphabet = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     return tokenizer

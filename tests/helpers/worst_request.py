@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from programs import memory_bytes
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
@@ -72,14 +73,8 @@ def opened(directory: Path, reads: str) -> Checkpoint:
     if reads == "text":
         recipe = make.KINDS[kind]
         kind = "worst"
-        make.KINDS[kind] = replace(recipe, config={**recipe.config, "max_position_embeddings": 512})  # type: ignore[index]
+        make.KINDS[kind] = replace(recipe, config={**recipe.config, "max_position_embeddings": 512})
     return Checkpoint.open(make_model(kind, directory), "worst")
-
-
-def in_use_mb(name: str) -> int:
-    """Return what the process has in memory now (VmRSS), or had at the most (VmHWM)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{name}:")[1].split()[0]) >> 10
 
 
 class Counted:
@@ -107,13 +102,13 @@ def main() -> None:
         usual = body(text="warm") if reads == "text" else body(image=picture(100, "RGB", "PNG"))
         assert isinstance(desk.read_request(RawRequest("worst", "me", usual), 0.0), Request)
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
-        before, begun = in_use_mb("VmRSS"), time.perf_counter()
+        before, begun = memory_bytes()[0], time.perf_counter()
         counted = None
         if reads == "text":
             counted = Counted(checkpoint.tokenizer)
-            checkpoint.texts = replace(checkpoint.texts, tokenizer=counted)  # type: ignore[arg-type]
+            checkpoint.texts = replace(checkpoint.texts, tokenizer=counted)
         outcome = desk.read_request(RawRequest("worst", "me", payload), 0.0)
-        seconds, mb = time.perf_counter() - begun, in_use_mb("VmHWM") - before
+        seconds, mb = time.perf_counter() - begun, (memory_bytes()[1] - before) >> 20
         read = isinstance(outcome, Request)
         said = f"job of {outcome.batches[0].shape.size} tokens" if read else outcome.payload.decode()
         result = {"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload)}

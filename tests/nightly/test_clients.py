@@ -9,17 +9,16 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from site_processes import client_of, running_site
+from tokenizers import AddedToken
+from word_cases import bytes_tokenizer
 
 from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.client import Hepti
 
 SCRIPTS = Path(__file__).parent / "clients"
 ROOT = Path(__file__).parents[2]
@@ -31,24 +30,22 @@ TEMPLATE = (
 )
 
 
-def talker(directory: Path) -> Path:
+def talker(directory):
     """Make a tiny decoder that writes bytes, so that its text may follow a schema, with room for a call of a tool."""
     path = make_model("tiny-llama", directory, seed=3)
-    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer = bytes_tokenizer("<s>", "</s>")
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     tokenizer.save(str(path / "tokenizer.json"))
     config = json.loads((path / "config.json").read_text())
-    vocab, more = config["vocab_size"], len(pieces) - config["vocab_size"]
-    config |= {"vocab_size": len(pieces), "max_position_embeddings": 1024, "eos_token_id": 1, "bos_token_id": 0}
+    vocab, size = config["vocab_size"], tokenizer.get_vocab_size()
+    config |= {"vocab_size": size, "max_position_embeddings": 1024, "eos_token_id": 1, "bos_token_id": 0}
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     weights = load_file(path / "model.safetensors")
     rng = np.random.default_rng(4)
     for name, rows in weights.items():
         if rows.ndim == 2 and rows.shape[0] == vocab:
-            added = rng.standard_normal((more, rows.shape[1])) * rows.std()
+            added = rng.standard_normal((size - vocab, rows.shape[1])) * rows.std()
             weights[name] = np.concatenate([rows, added.astype(rows.dtype)])
     save_file(weights, path / "model.safetensors")
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -56,7 +53,7 @@ def talker(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("clients")
     kinds = {"vectors": "tiny-minilm", "ranker": "tiny-bert-ranker", "speech": "tiny-whisper"}
     served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
@@ -64,47 +61,34 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     yield from running_site(directory, served, {"a": "300MiB"})
 
 
+hepti = client_of()
+
+
 @pytest.fixture(scope="module")
-def places(site: Site) -> dict[str, str]:
-    """Return where the gateway and Wyoming are."""
-    gateway, wyoming = free_port(), free_port()
-    site.start("gateway", "gateway", "--port", str(gateway), "--model", "vectors")
-    site.start("wyoming", "wyoming", "--port", str(wyoming))
-    poll(lambda: "listening" in site.log("gateway") and "listening" in site.log("wyoming"), "the services' start")
-    with Hepti.connect(site.url, site.name) as hepti:
-        for model in ("talker", "vectors", "ranker", "speech"):
-            hepti.wait_ready(model, PATIENCE_S)
-    return {"HEPTI_GATEWAY": f"http://127.0.0.1:{gateway}", "HEPTI_WYOMING": f"tcp://127.0.0.1:{wyoming}"}
+def run_client(site, hepti):
+    """Run the command of a client, to which the environment names the gateway and Wyoming; its last line is ok."""
+    gateway, wyoming = site.serve("gateway", "--model", "vectors"), site.serve("wyoming")
+    places = {"HEPTI_GATEWAY": f"http://127.0.0.1:{gateway}", "HEPTI_WYOMING": f"tcp://127.0.0.1:{wyoming}"}
+
+    def run(*command, cwd=None):
+        how = {"cwd": cwd, "env": {**os.environ, **places}, "capture_output": True, "text": True, "timeout": 600}
+        done = subprocess.run(command, check=False, **how)
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stderr[-3000:]
+
+    return run
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(SCRIPTS.glob("*_client.py"))])
-def test_a_client_of_python(script: str, places: dict[str, str]) -> None:
+def test_a_client_of_python(script, run_client):
     if not PYTHON.is_file():
         pytest.skip(f"no {PYTHON}: make test-clients")
-    ran = subprocess.run(
-        [PYTHON, SCRIPTS / script],
-        check=False,
-        env={**os.environ, **places},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["ok"]), ran.stderr[-3000:]
+    run_client(PYTHON, SCRIPTS / script)
 
 
-def test_the_clients_of_node(places: dict[str, str], tmp_path: Path) -> None:
+def test_the_clients_of_node(run_client, tmp_path):
     node = shutil.which("node")
     if node is None or not MODULES.is_dir():
         pytest.skip(f"no node, or no {MODULES}: make test-clients")
     (tmp_path / "node_modules").symlink_to(MODULES.resolve())
     shutil.copy(SCRIPTS / "clients.mjs", tmp_path)
-    ran = subprocess.run(
-        [node, "clients.mjs"],
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, **places},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["ok"]), ran.stderr[-3000:]
+    run_client(node, "clients.mjs", cwd=tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from gateway_client import Client
 from hypothesis import HealthCheck, settings
@@ -24,7 +22,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", app).exclude(path="/eve
 
 
 @schema.hook
-def map_body(_context: Any, body: Any) -> Any:
+def map_body(_context, body):
     """Give most bodies that name a model a served one, or no request would come further than that."""
     if isinstance(body, dict) and isinstance(name := body.get("model"), str) and len(name) != 1:
         return {**body, "model": "any"}
@@ -33,7 +31,7 @@ def map_body(_context: Any, body: Any) -> Any:
 
 @schema.parametrize()
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_one_that_the_document_has(case: Any) -> None:
+def test_every_answer_is_one_that_the_document_has(case):
     # What is in a file is no part of the document, and a form has no types. A schema has no rules across keys.
     unsaid = [checks.positive_data_acceptance] if case.path in ACROSS_KEYS else []
     if case.path.startswith("/v1/audio/"):

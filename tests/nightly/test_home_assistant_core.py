@@ -33,7 +33,7 @@ for name, body in json.load(sys.stdin).items():
 
 
 @pytest.mark.skipif(not PYTHON, reason="HEPTI_HOME_ASSISTANT names no Python with Home Assistant")
-def test_home_assistant_takes_every_payload() -> None:
+def test_home_assistant_takes_every_payload():
     payloads = Payloads(Topics("home"), "homeassistant")
     bodies = {"site": payloads.site(), "device": payloads.device("pi-1", Status("online", 7, version="0.2.0"))}
     bodies |= {task: payloads.model("m", task) for task in ("embedding", "classification", "generation")}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from limited_broker import mosquitto_with
-from site_processes import PATIENCE_S, SITE, Site, poll
+from site_processes import PATIENCE_S, SITE, Site, poll, wait_online
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
@@ -18,7 +15,7 @@ LIMIT = 100_000  # of a message; below the 262 kB of a tile
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("broker-limits")
     model = make_model("minilm", directory / "wide", layers=1)
     with (
@@ -30,13 +27,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield running
 
 
-def test_requests_end_with_the_name_of_the_setting(site: Site) -> None:
-    poll(lambda: "a has joined" in site.log("planner"), "the device")
-    with Hepti.connect(site.url, site=SITE) as hepti, pytest.raises(PacketLimitError):
-        hepti.infer("wide", ids=[1, 2, 3], timeout_s=PATIENCE_S)
+def test_requests_end_with_the_name_of_the_setting(site):
+    with Hepti.connect(site.url, site=SITE) as hepti:
+        wait_online(hepti, ["a"])
+        with pytest.raises(PacketLimitError):
+            hepti.infer("wide", ids=[1, 2, 3], timeout_s=PATIENCE_S)
 
 
-def test_a_short_queue_of_the_broker_costs_no_request(tmp_path: Path) -> None:
+def test_a_short_queue_of_the_broker_costs_no_request(tmp_path):
     model = make_model("tiny-bert", tmp_path / "tiny")
     with mosquitto_with(tmp_path, "max_queued_messages 10") as broker, Site(tmp_path, broker, {"tiny": model}) as site:
         site.planner()
@@ -47,16 +45,11 @@ def test_a_short_queue_of_the_broker_costs_no_request(tmp_path: Path) -> None:
             assert all(future.result(PATIENCE_S).raw["ok"] for future in futures)
 
 
-@pytest.mark.parametrize("who", ["planner", "a"])
-def test_planner_and_agent_say_it_when_they_start(site: Site, who: str) -> None:
-    poll(lambda: "rejects packets above about" in site.log(who), f"the word of {who}")
-    assert "message_size_limit must be 0" in site.log(who)
-
-
-def test_doctor_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_agent_and_doctor_name_the_settings(site, capsys):
+    for name in ("planner", "a"):
+        poll(lambda name=name: "rejects packets above about" in site.log(name), f"the warning of {name}")
+        assert "message_size_limit must be 0" in site.log(name)
     main(["doctor", "--broker", site.url, "--site", SITE])
     said = " ".join(capsys.readouterr().out.split())
-    assert "message_size_limit" in said
-    assert "queues only 10 messages" in said
-    assert "max_queued_messages" in said
+    assert all(word in said for word in ("message_size_limit", "queues only 10 messages", "max_queued_messages"))
     assert "access list" not in said

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 from browser import CHROMIUM, Browser
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
+from site_processes import PATIENCE_S, ask_http, client_of, poll, running_site, site_of
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -29,26 +25,19 @@ draw();
 """
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("dashboard")
-    served = {"sentiment": make_model("tiny-bert-classifier", directory / "sentiment", seed=3)}
-    agents = {"kitchen": "100MiB", "attic": "100MiB", "livingroom": "100MiB"}
-    yield from running_site(
-        directory, served, agents, planner=("--strategy", "megatron", "--devices", ",".join(agents))
-    )
+AGENTS = dict.fromkeys(("kitchen", "attic", "livingroom"), "100MiB")
+METHOD = ("--strategy", "megatron", "--devices", ",".join(AGENTS))
+site = site_of({"sentiment": "tiny-bert-classifier"}, AGENTS, planner=METHOD)
+hepti = client_of(online=True)
 
 
-def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Path) -> None:
-    port = free_port()
-    gateway = site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("sentiment", PATIENCE_S)
+def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site, hepti, tmp_path):
+    port = site.serve("gateway")
+    hepti.wait_ready("sentiment", PATIENCE_S)
     kept = Path(os.environ.get("HEPTI_SCREENSHOTS", tmp_path))
     with Browser() as browser:
         browser.show(f"http://127.0.0.1:{port}/", 1240, 900, dark=False)
-        poll(lambda: browser.run("document.querySelectorAll('#devices tbody tr').length") == 3, "devices", PATIENCE_S)
+        poll(lambda: browser.run("document.querySelectorAll('#devices tbody tr').length") == 3, "devices")
         poll(lambda: browser.run("!document.querySelector('#ask button')?.disabled && site?.models.length"), "a model")
         for text in ("the light is warm", "the door is cold", "a camera"):
             browser.run("document.getElementById('text').focus(), document.getElementById('text').select()")
@@ -66,9 +55,7 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
         assert browser.run("document.querySelectorAll('#shares .bar-row').length") == 3
         for name, width, dark in (("light", 1240, False), ("dark", 1240, True), ("phone", 390, True)):
             browser.show(f"http://127.0.0.1:{port}/", width, 844, dark)
-            poll(
-                lambda: browser.run("document.querySelectorAll('#latency circle').length") == 3, "the page", PATIENCE_S
-            )
+            poll(lambda: browser.run("document.querySelectorAll('#latency circle').length") == 3, "the page")
             assert browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
             browser.screenshot(kept / f"dashboard-{name}.png")
         assert browser.messages == []
@@ -76,32 +63,26 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
         assert browser.run("document.body.textContent.includes('<img')")
         assert browser.run("document.querySelectorAll('img, b script, main script').length") == 0
         assert browser.run("window.stolen") is None
-    gateway.terminate()
-    gateway.wait(PATIENCE_S)  # although a page watched until just now
+    site.stop("gateway")  # although a page watched until just now
 
 
-def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path) -> None:
+def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path):
     kept = Path(os.environ.get("HEPTI_SCREENSHOTS", tmp_path))
-    served = {
-        "other": make_model("tiny-bert", tmp_path / "other"),
-        "writer": make_model("tiny-llama", tmp_path / "writer"),
-    }
+    kinds = {"other": "tiny-bert", "writer": "tiny-llama"}
+    served = {name: make_model(kind, tmp_path / name) for name, kind in kinds.items()}
     agents = dict.fromkeys(("kitchen", "attic"), "200MiB")
     pins = ("--devices", ",".join(agents))
-    with contextmanager(running_site)(tmp_path, served, agents, planner=pins) as site:
-        port = free_port()
-        gateway = site.start("gateway", "gateway", "--port", str(port))
-        poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-        body = json.dumps({"model": "writer", "prompt": "a warm room", "max_tokens": 60}).encode()
-        http_request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+    with contextlib.contextmanager(running_site)(tmp_path, served, agents, planner=pins) as site:
+        port = site.serve("gateway")
+        body = {"model": "writer", "prompt": "a warm room", "max_tokens": 60}
         with Hepti.connect(site.url, site.name) as hepti:
             hepti.wait_ready("writer", PATIENCE_S)
         stop = threading.Event()
 
-        def keep_busy() -> None:
+        def keep_busy():
             while not stop.is_set():
                 with contextlib.suppress(OSError):
-                    urlopen(http_request, timeout=PATIENCE_S).read()
+                    ask_http(port, "/v1/completions", body)
 
         busy = [threading.Thread(target=keep_busy) for _ in range(4)]
         for thread in busy:
@@ -110,11 +91,11 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
             with Browser() as browser:
                 browser.show(f"http://127.0.0.1:{port}/", 1240, 900, dark=False)
                 under_way = "Number(document.querySelectorAll('#summary dd')[1]?.textContent)"
-                poll(lambda: browser.run(under_way), "a request under way", PATIENCE_S)
+                poll(lambda: browser.run(under_way), "a request under way")
                 poll(lambda: browser.run("document.getElementById('model').value") == "writer", "the model in use")
                 browser.run("document.getElementById('ask').requestSubmit()")
                 answer = "document.querySelector('#answer .chat')?.textContent"
-                poll(lambda: browser.run(answer), "a streamed text", PATIENCE_S)
+                poll(lambda: browser.run(answer), "a streamed text")
                 for name, width in (("busy", 1240), ("busy-phone", 390)):
                     browser.call(
                         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False
@@ -126,5 +107,4 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
             stop.set()
             for thread in busy:
                 thread.join()
-        gateway.terminate()
-        gateway.wait(PATIENCE_S)
+        site.stop("gateway")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import resource
 import socket
 from collections import Counter
-from collections.abc import Iterator
 
 import psutil
 import pytest
-from site_processes import PATIENCE_S, Site, free_port, poll, running_site
-
-from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.client import Hepti
+from site_processes import PATIENCE_S, ask_http, client_of, site_of
 
 CONNECTIONS = 1000
 REQUESTS_PER_S = 200
@@ -23,51 +18,44 @@ SECONDS = 20
 GROWTH_BYTES = 24 << 20  # after the first quarter
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("load")
-    yield from running_site(directory, {"tiny": make_model("tiny-bert", directory / "tiny", seed=3)}, {"a": "100MiB"})
+BODY = b'{"inputs": "a warm room"}'
+site = site_of({"tiny": "tiny-bert"}, {"a": "100MiB"})
+hepti = client_of()
 
 
 @pytest.fixture(scope="module")
-def gateway(site: Site) -> tuple[int, int]:
-    """Return the port and the process id of a gateway that serves."""
-    port = free_port()
-    with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("tiny", PATIENCE_S)
-    process = site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    return port, process.pid
+def port(site, hepti):
+    return site.serve("gateway")
 
 
 class Load:
     """Connections that stay open, each asked again and again; `statuses` counts the answers."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._port = port
-        self.statuses: Counter[int] = Counter()
+        self.statuses = Counter()
         body = json.dumps({"model": "tiny", "input": "a warm room"}).encode()
         head = (
             f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         self._request = head.encode() + b"\r\n\r\n" + body
 
-    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def ask(self, reader, writer):
         writer.write(self._request)
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
         self.statuses[int(head.split()[1])] += 1
 
-    async def run(self, process: psutil.Process) -> list[int]:
+    async def run(self, process):
         """Return the process's resident bytes after each quarter."""
         streams = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(CONNECTIONS)]
-        idle = asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+        idle = asyncio.Queue()
         for connection in streams:
             idle.put_nowait(connection)
         clock, sizes = asyncio.get_running_loop(), []
         begun = clock.time()
 
-        async def one() -> None:
+        async def one():
             connection = await idle.get()
             await self.ask(*connection)
             idle.put_nowait(connection)
@@ -83,34 +71,24 @@ class Load:
         return sizes
 
 
-def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(gateway: tuple[int, int]) -> None:
+def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(site, port):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * CONNECTIONS:
         pytest.skip(f"this user may open {hard} files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * CONNECTIONS), hard))
-    load = Load(gateway[0])
-    sizes = asyncio.run(load.run(psutil.Process(gateway[1])))
+    load = Load(port)
+    sizes = asyncio.run(load.run(psutil.Process(site.running["gateway"].pid)))
     assert load.statuses == {200: REQUESTS_PER_S * SECONDS}
     assert sizes[-1] - sizes[0] < GROWTH_BYTES, sizes
     print(load.statuses, [size >> 20 for size in sizes])
 
 
-def answered_count(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    try:
-        connection.request("POST", "/embed", b'{"inputs": "a warm room"}')
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(gateway: tuple[int, int]) -> None:
-    port, _ = gateway
+def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(port):
     head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
     slow = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(300)]
     for number, client in enumerate(slow):
         client.sendall((b"", head[:30], head + b"\r\n{")[number % 3])
-    assert answered_count(port) == 200
+    assert ask_http(port, "/embed", BODY)[0] == 200
     ends = []
     for client in slow:
         try:
@@ -119,4 +97,4 @@ def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(gateway:
             ends.append(b"")
         client.close()
     assert set(ends) == {b"408", b""}
-    assert answered_count(port) == 200
+    assert ask_http(port, "/embed", BODY)[0] == 200

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import hostile_site
 from hostile_site import OUTLASTS_S
 
@@ -11,8 +9,8 @@ MOST_MB = 700  # more than a process of this site has at rest, by less than any 
 MOST_GROWTH_MB = 200  # by which logins of a closed site may raise the planner's memory
 
 
-def test_a_site_goes_on_under_hostile_messages() -> None:
-    report: Any = hostile_site.attack_by_messages(20_000, seed=1)
+def test_a_site_goes_on_under_hostile_messages():
+    report = hostile_site.attack_by_messages(20_000, seed=1)
     assert report["ended"] == []
     assert report["answers"]["answered"] >= 64, "of a flood, what fits into one client's queue is answered"
     assert not report["unanswered"]
@@ -25,8 +23,8 @@ def test_a_site_goes_on_under_hostile_messages() -> None:
         assert max(step.values()) < MOST_MB, step
 
 
-def test_no_login_of_a_closed_site_disturbs_the_requests_of_another() -> None:
-    report: Any = hostile_site.attack_by_roles("whole")
+def test_no_login_of_a_closed_site_disturbs_the_requests_of_another():
+    report = hostile_site.attack_by_roles("whole")
     assert set(report["requests"]) == {"right"}, report["failures"]
     assert report["ended"] == []
     assert report["tracebacks"] == 0

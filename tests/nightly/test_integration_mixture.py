@@ -6,15 +6,13 @@ LAYERS=11 is a file of 4 GB over agents of 1.3 GiB each, as Qwen3-30B-A3B over b
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from mixture_file import Shape, write_mixture
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from programs import memory_bytes
+from site_processes import SITE, poll, running_site
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import HeptiError
@@ -23,15 +21,13 @@ LAYERS = int(os.environ.get("LAYERS", "1"))
 BUDGET_MIB = 120 + 108 * LAYERS
 AGENTS = ("w", "x", "y", "z")
 PLANNER_MIB = 500
-CODE_MIB = (
-    80  # kernels of matrices in blocks, which an idle agent has not loaded, and what a head device has for logits
-)
+CODE_MIB = 80  # kernels of matrices in blocks, which an idle agent has not loaded, and a head device's logits
 LOADING_S = 300.0 + 120 * LAYERS
 REQUEST = {"ids": [5, 9, 4, 7, 6, 8], "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("mixture")
     room = (1 + LAYERS) << 30
     if (free := shutil.disk_usage(directory).free) < room:
@@ -43,19 +39,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def peak_mib(site: Site, name: str) -> int:
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{site.running[name].pid}/status").read_text(), re.MULTILINE)
-    assert peak is not None
-    return int(peak[1]) >> 10
-
-
-def say(hepti: Hepti) -> list[int]:
+def say(hepti):
     got = hepti.infer("mixture", **REQUEST, timeout_s=LOADING_S)
     assert len(got.plan["devices"]) == len(AGENTS)
-    return list(got.result["ids"])
+    return got.result["ids"]
 
 
-def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_agents_answer_what_none_can_hold(site, capsys):
     began = time.perf_counter()
     with Hepti.connect(site.url, site=SITE) as hepti:
         record = hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
@@ -63,7 +53,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         assert "single does not fit" in record["reason"]
         before = say(hepti)
         caps = {d["device"]: d for d in hepti.devices(wait_s=2.0)}
-        peaks = {name: peak_mib(site, name) for name in (*AGENTS, "planner")}
+        peaks = {name: memory_bytes(process.pid)[1] >> 20 for name, process in site.running.items()}
         assert peaks["planner"] <= PLANNER_MIB
         for name in AGENTS:
             assert peaks[name] <= 1.02 * BUDGET_MIB + (caps[name]["rss_idle_bytes"] >> 20) + CODE_MIB, peaks
@@ -83,10 +73,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         with pytest.raises(HeptiError):  # the other three cannot hold it
             hepti.infer("mixture", **REQUEST, timeout_s=20)
 
-        def advised() -> bool:
-            return "add a device with" in str(hepti.plan("mixture")["error"])
-
-        poll(advised, "the planner says what would help", PATIENCE_S, every=1.0)
+        poll(lambda: "add a device with" in str(hepti.plan("mixture")["error"]), "the planner's advice", every=1.0)
         site.agent("z", f"{BUDGET_MIB}MiB")
         hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         assert say(hepti) == before

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, running_site, wait_online
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -15,19 +12,16 @@ AGENTS = ("a", "b", "c", "d")
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path):
     model = make_model("tiny-mistral", tmp_path / "model", seed=3)  # 8 heads of queries
     yield from running_site(tmp_path, {"m": model}, dict.fromkeys(AGENTS, "300MiB"))
 
 
 @pytest.mark.parametrize("rules", [{}, {"temperature": 1.5, "seed": 7}], ids=["greedy", "seeded"])
-def test_a_killed_agent_that_kept_the_same_heads_as_another_changes_and_repeats_no_token(
-    site: Site, rules: dict[str, float]
-) -> None:
+def test_a_killed_agent_that_kept_the_same_heads_as_another_changes_and_repeats_no_token(site, rules):
     request = {"ids": [5, 9, 17, 3, 8], "max_new_tokens": 70, "strategy": "decoder", "timeout_s": PATIENCE_S, **rules}
     with Hepti.connect(site.url, site=SITE) as hepti:
-        hepti.wait_ready("m", PATIENCE_S)
-        poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
+        wait_online(hepti, AGENTS)
         whole = hepti.infer("m", **{**request, "strategy": "single"}).result["ids"]
         before = hepti.infer("m", **request, devices=list(AGENTS))
         assert before.result["ids"] == whole

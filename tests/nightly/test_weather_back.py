@@ -29,9 +29,7 @@ LINK, CPU = 50 / 240, 4.0  # factors on its line and on its slowdown
         ("cpu", 1, 18, 40),
     ],
 )
-def test_a_device_that_falls_is_left_out_and_taken_back(
-    what: str, seed: int, left_out_s: float, taken_back_s: float
-) -> None:
+def test_a_device_that_falls_is_left_out_and_taken_back(what, seed, left_out_s, taken_back_s):
     truth, device = make_truth("still", FILE, 4, seed), seed % 4
     for factors in (truth.real, truth.said):
         changed, by = (factors.rate, LINK) if what == "link" else (factors.slowdown, CPU)

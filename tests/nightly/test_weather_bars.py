@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 import pytest
 
-from benchmarks.weather import Verdict, make_truth, play
+from benchmarks.weather import make_truth, play
 from benchmarks.weather.__main__ import longest_worse_than_alone, rows, run_site, site_of
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.service.solver import solve
@@ -15,12 +15,12 @@ SITES, MINUTES = 20, 30
 
 
 @pytest.fixture(scope="module", params=["still", "stalls", "walk", "changes"])
-def verdicts(request: pytest.FixtureRequest) -> list[Verdict]:
+def verdicts(request):
     return [run_site(request.param, seed, MINUTES) for seed in range(SITES)]
 
 
 @pytest.mark.xfail(strict=True, reason="measurements are compared point against point")
-def test_a_planner_is_calm_and_right(verdicts: list[Verdict]) -> None:
+def test_a_planner_is_calm_and_right(verdicts):
     table, kind = "\n".join(rows(verdicts)), verdicts[0].kind
     assert not any(verdict.refused for verdict in verdicts), table
     if kind == "still":
@@ -37,7 +37,7 @@ def test_a_planner_is_calm_and_right(verdicts: list[Verdict]) -> None:
 
 @pytest.mark.parametrize("kind", ["liar", "restless", "sprinter"])
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_are_not_worse_than_on_one_device_for_long(kind: str, seed: int) -> None:
+def test_requests_are_not_worse_than_on_one_device_for_long(kind, seed):
     file = site_of(seed)
     history = play(file, spec_of_kind("bert-base"), make_truth(kind, file, 6, seed), solve, resident=True)
     assert not history.refused

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.weather import History, Truth, make_truth, play
+from benchmarks.weather import make_truth, play
 from benchmarks.weather.truth import STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
@@ -20,7 +18,7 @@ ROW = Pins(strategy="row", options={"variant": "kv"})
 BLOCKS, REQUEST = 26, 3  # of a request; which one the fall is in
 
 
-def truth(seed: int, fall_s: float | None = None) -> Truth:
+def truth(seed, fall_s=None):
     """Return a site in which nothing changes but that the second device falls to a quarter of its speed."""
     simulated = make_truth("still", FILE, 1.7, seed)
     for factors in (simulated.real, simulated.said) if fall_s is not None else ():
@@ -28,11 +26,11 @@ def truth(seed: int, fall_s: float | None = None) -> Truth:
     return simulated
 
 
-def played(seed: int, fall_s: float | None = None) -> History:
+def played(seed, fall_s=None):
     return play(FILE, SPEC, truth(seed, fall_s), solve, tokens=512, pins=ROW, resident=True)
 
 
-def hit(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def hit(seed, monkeypatch):
     """Return what the first request takes that is helped, with and without; the fall is in the one or two before."""
     usual = played(seed).answers[REQUEST]
     fall_s = usual.asked_s + usual.seconds * 5 / BLOCKS
@@ -44,7 +42,7 @@ def hit(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
     return next((a.seconds, b.seconds) for a, b in pairs if a.seconds != b.seconds)
 
 
-def test_a_fall_at_the_fourth_layer_costs_a_fifth_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fall_at_the_fourth_layer_costs_a_fifth_less(monkeypatch):
     """How soon the fall is believed differs from site to site, so several are taken together."""
     losses = [hit(seed, monkeypatch) for seed in (1, 2, 3)]
     assert sum(a for a, _ in losses) <= 0.8 * sum(b for _, b in losses), losses

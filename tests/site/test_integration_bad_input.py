@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, client_of, poll, site_of, wait_online
+from site_processes import PATIENCE_S, client_of, poll, site_of, wait_online
 
-from hepti_mqtt.cli.main import main
 from hepti_mqtt.core.errors import PlanError
 
 AGENTS = {"a": "30MiB", "b": "30MiB"}  # enough for the tiny models, not for the vocabulary of `huge`
@@ -17,27 +15,13 @@ site = site_of({"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "huge": ("min
 hepti = client_of("tiny", "vit")
 
 
-@pytest.fixture
-def run(site, capsys, monkeypatch):
-    """Return exit code, stdout and stderr of `hepti ARGUMENTS` at the site."""
-    monkeypatch.setenv("HEPTI_BROKER", site.url)
-    monkeypatch.setenv("HEPTI_SITE", SITE)
-
-    def run(*arguments):
-        code = main(arguments)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return code, said.out, said.err
-
-    return run
-
-
 def counters(hepti, device):
     heartbeats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=3.0)}
     return heartbeats[device]["counters"] if heartbeats.get(device) else {}
 
 
-def test_what_fits_nowhere_names_the_devices(run, hepti):
+def test_what_fits_nowhere_names_the_devices(run_at_site, hepti):
+    run = run_at_site
     code, out, err = run("infer", "huge", "--tokens", "8")
     assert (code, out) == (PlanError.exit_code, "")
     assert all(device in err.split() for device in AGENTS)

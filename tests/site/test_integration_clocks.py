@@ -41,7 +41,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr("site_processes.Site", ShiftedSite)
     for name, days in (("planner", 40), ("a", -60)):
         (tmp_path / f"{name}.clock").write_text(str(days * DAY))
-    yield from running_site(tmp_path, {"tiny": model}, {"a": "300MiB"})  # type: ignore[misc]
+    yield from running_site(tmp_path, {"tiny": model}, {"a": "300MiB"})
 
 
 def test_requests_are_answered_and_the_odd_clock_is_named(site, capsys):

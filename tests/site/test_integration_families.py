@@ -5,12 +5,9 @@ Every method of every family is compared with the reference in tests/unit/strate
 
 from __future__ import annotations
 
-import base64
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
+from service_support import encoded, noise
 from site_processes import PATIENCE_S, client_of, foretold, site_of
 
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -29,20 +26,19 @@ hepti = client_of()
 def test_texts_and_pictures_under_one_name(site, hepti):
     """Both over both devices, and labels of a picture, which take vectors of both."""
     labels = ["a warm room", "a cold door", "light"]
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (33, 47, 3), dtype=np.uint8)).save(file, "PNG")
+    picture = noise(47, 33)
     pins = {"strategy": "row", "devices": list(AGENTS), "timeout_s": PATIENCE_S}
     want = []
     for part, body in (
         ("text", {"texts": [f"This is a photo of {label}." for label in labels]}),
-        ("image", {"image": base64.b64encode(file.getvalue()).decode()}),
+        ("image", {"image": encoded(picture)}),
     ):
         _, vectors = site.reference(TOWERS, part, **body)
         got = hepti.infer(TOWERS, **body, **pins)
         assert {*got.plan["devices"]} == {*AGENTS}
         np.testing.assert_allclose(np.reshape(got.embeddings, vectors.shape), vectors, atol=1e-5)
         want.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    scores_of_labels = hepti.infer(TOWERS, image=file.getvalue(), candidate_labels=labels, **pins).labels
+    scores_of_labels = hepti.infer(TOWERS, image=picture, candidate_labels=labels, **pins).labels
     best = np.argsort(-(want[1] @ want[0].T)[0])
     assert [one["label"] for one in scores_of_labels] == [labels[i] for i in best]
     assert sum(one["score"] for one in scores_of_labels) == pytest.approx(1)

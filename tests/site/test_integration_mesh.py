@@ -9,7 +9,7 @@ import socket
 import numpy as np
 import psutil
 import pytest
-from site_processes import PATIENCE_S, SITE, poll, running_site, site_of, wait_online
+from site_processes import PATIENCE_S, SITE, client_of, poll, running_site, site_of, wait_online
 from together import bound, run_together
 
 from hepti_mqtt import models
@@ -33,13 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 site = site_of({"tiny": "tiny-bert", "gpt": "tiny-gpt2"}, dict.fromkeys(NAMES, "300MiB"))
-
-
-@pytest.fixture(scope="module")
-def hepti(site):
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
-        wait_online(client, NAMES)
-        yield client
+hepti = client_of(online=True)
 
 
 def cut(pid, other):
@@ -122,8 +116,7 @@ def test_compiled_code_exchanges_most_frames_of_a_text(hepti):
 
 
 def agrees(site, answer):
-    """Return whether an answer is that of the model."""
-    return bool(np.allclose(answer.hidden, site.reference("tiny", ids=IDS, want="hidden")[0], atol=TOLERANCE))
+    return np.allclose(answer.hidden, site.reference("tiny", ids=IDS, want="hidden")[0], atol=TOLERANCE)
 
 
 def test_connections_that_are_cut_cost_no_answer(site, hepti):
@@ -138,18 +131,6 @@ def test_connections_that_are_cut_cost_no_answer(site, hepti):
     assert agrees(site, again)
     assert again.plan["version"] == before, "the connection was back in time"
     poll(lambda: (heard(hepti, "a") or {}).get("b", {}).get("reconnections"), "a has told that it came back to b")
-
-
-def test_an_agent_that_is_killed_costs_no_answer(site, hepti):
-    def ask():
-        return hepti.infer("tiny", ids=IDS, **METHOD, route="mesh", timeout_s=PATIENCE_S)
-
-    victim = sorted(ask().plan["devices"])[-1]  # the planner may leave one of them out
-    waiting = [hepti.submit("tiny", ids=IDS, **METHOD, route="mesh") for _ in range(20)]
-    waiting[0].result(PATIENCE_S)
-    site.kill(victim)
-    assert all(agrees(site, future.result(PATIENCE_S)) for future in waiting)
-    assert set(ask().plan["devices"]) == set(NAMES) - {victim}
 
 
 @pytest.mark.nightly

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +24,7 @@ pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linu
 NAMES = ["a", "b", "c"]
 LIAR = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "lying_agent.py"))
 # Every device holds all weights.
-ALL_WEIGHTS: Mapping[str, Any] = {
-    "strategy": "row",
-    "options": {"variant": "heads"},
-    "devices": NAMES,
-    "want": "hidden",
-}
+ALL_WEIGHTS = {"strategy": "row", "options": {"variant": "heads"}, "devices": NAMES, "want": "hidden"}
 
 
 class PlannerBytes(Voice):
@@ -80,8 +73,7 @@ def counted(hepti):
         beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d.get("heartbeat")}
         return {n: Counter(b["counters"]) for n, b in beats.items()} if beats.keys() == set(NAMES) else None
 
-    counts: dict[str, Counter[str]] = poll(tile_counts, "heartbeats of all")
-    return counts
+    return poll(tile_counts, "heartbeats of all")
 
 
 def cached_bytes(site, name):
@@ -125,9 +117,7 @@ def test_peers_that_lie_cost_a_tile_each(tmp_path, model):
         assert all(each["tile_bytes_from_peers"] == 0 for each in counters)
 
 
-def test_a_device_whose_cache_cannot_be_written_serves_from_memory_and_an_open_broker_is_told_of_once(
-    tmp_path,
-):
+def test_a_device_whose_cache_cannot_be_written_serves_from_memory_and_an_open_broker_is_named_once(tmp_path):
     tiny = make_model("tiny-bert", tmp_path / "model", seed=3)
     (tmp_path / "device-a").write_text("no directory")
     with broker_of(None, address=outer_address()) as broker, Site(tmp_path, broker, {"tiny": tiny}) as site:

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from site_processes import PATIENCE_S, SITE, Voice, client_of, poll, site_of
+from site_processes import PATIENCE_S, SITE, Voice, client_of, poll, retain, site_of
 
 from hepti_mqtt import __version__
 from hepti_mqtt.core.errors import HeptiError
@@ -34,15 +34,12 @@ def next_prepare(voice):
 
 
 def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site, hepti):
-    voice = Voice(site.url, TOPICS.caps("a"), TOPICS.command("old"))
-    caps = messages.decode_caps(voice.next(TOPICS.caps("a"))[1])
+    with Voice(site.url, TOPICS.caps("a")) as voice:
+        caps = messages.decode_caps(voice.next()[1])
     boot = int(time.time())
-    voice.say(
-        TOPICS.caps("old"),
-        messages.encode_caps(replace(caps, device="old", boot=boot, version=OLDER, endpoint=None)),
-        retain=True,
-    )
-    voice.say(TOPICS.status("old"), json.dumps({"state": "online", "boot": boot}).encode(), retain=True)
+    caps = replace(caps, device="old", boot=boot, version=OLDER, endpoint=None)
+    retain(site.url, [TOPICS.caps("old")], messages.encode_caps(caps))
+    retain(site.url, [TOPICS.status("old")], json.dumps({"state": "online", "boot": boot}).encode())
     poll(lambda: "old" in {d["device"] for d in hepti.devices(wait_s=0.5)}, "the older agent")
     with pytest.raises(HeptiError) as refused:
         hepti.infer("tiny", ids=IDS, strategy="row", devices=["a", "old"], timeout_s=PATIENCE_S)
@@ -53,7 +50,6 @@ def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site,
     poll(lambda: OLDER in hepti.plan("tiny", PATIENCE_S)["unused"].get("old", ""), "the record's reason")
     assert __version__ in hepti.plan("tiny", PATIENCE_S)["unused"]["old"]
     assert len(hepti.infer("tiny", ids=IDS, timeout_s=PATIENCE_S).embedding) == 32
-    voice.close()
 
 
 def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_next_one(site, hepti):
@@ -65,18 +61,13 @@ def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_nex
     boot = prepare.plan["version"][0] + 1
     status = json.dumps({"state": "online", "boot": boot}).encode()  # as planners wrote it before 0.2.0
     older.say(TOPICS.planner_status(), status, retain=True)
-    newer = replace(
-        prepare, transaction_id=prepare.transaction_id + 1000, plan={**prepare.plan, "version": [boot, 999]}
-    )
+    transaction = prepare.transaction_id + 1000
+    newer = replace(prepare, transaction_id=transaction, plan={**prepare.plan, "version": [boot, 999]})
     older.say(TOPICS.command("a"), messages.encode(newer))
-    while True:
-        payload = older.next(TOPICS.reports("a"))[1]
-        if payload[:4] == MAGIC:
-            continue
-        answer = messages.decode(payload)
-        if getattr(answer, "transaction_id", 0) == newer.transaction_id:
-            break
-    assert answer == messages.Ready(newer.transaction_id, "tiny", PlanVersion(boot, 999), 0, bytes(PROGRAMS_BYTES))
+    reports = (payload for topic, payload in iter(older.next, None) if topic == TOPICS.reports("a"))
+    answers = (messages.decode(payload) for payload in reports if payload[:4] != MAGIC)
+    answer = next(one for one in answers if getattr(one, "transaction_id", 0) == transaction)
+    assert answer == messages.Ready(transaction, "tiny", PlanVersion(boot, 999), 0, bytes(PROGRAMS_BYTES))
     poll(lambda: "before 0.2.0" in site.log("a"), "the agent's word of it")
     assert __version__ in next(line for line in site.log("a").splitlines() if "before 0.2.0" in line)
     site.planner()

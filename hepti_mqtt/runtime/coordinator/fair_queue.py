@@ -31,8 +31,8 @@ def select_batch(
 
     The batch has the first item and others of its kind, a power of two in number, sorted by length, so that few shapes
     occur. Two batches of one request never share a run, because its forecast assumes separate runs. Decoding steps do
-    not wait. A batch with room for more is due after the delay of its first item; a full batch, or one whose run has
-    failed, is due now. max_items: limit for this replica.
+    not wait. A batch with room for more is due after the delay of its first item; a full batch, or a batch after a
+    failed run, is due now. max_items: limit for this replica.
     """
     first = next(turns)
     if first.request.generation is not None:  # a decoding step is joined by the steps of other sessions

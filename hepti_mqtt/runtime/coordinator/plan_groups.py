@@ -48,7 +48,7 @@ class PlanGroup:
     plans: PlanLifecycle  #: from the wanted search to the release
     durations: RunDurations  #: of its runs
     pinned: bool = False  #: the pins come from requests, not from the operator
-    evicted: bool = False  #: its plan made room for another group's, and its next search waits for its turn
+    evicted: bool = False  #: its plan gave way to another group's; its next search waits for its turn
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)

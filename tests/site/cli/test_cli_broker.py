@@ -116,16 +116,8 @@ def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(start, tmp
 TOPICS = Topics("home")
 
 
-def health(capsys, url, *arguments):
-    """Return exit code, stdout and stderr of `hepti health`."""
-    code = main(["health", "--broker", str(url), *arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
-def test_the_exit_code_says_who_is_online(capsys):
-    with start_broker() as broker:
-        voice = Voice(broker.url, "#")
+def test_the_exit_code_says_who_is_online(run):
+    with start_broker() as broker, Voice(broker.url, "#") as voice:
         words = {
             TOPICS.planner_status(): Status("online", 3),
             TOPICS.status("a"): Status("starting", 3, "compiling kernels", 4, 23),
@@ -134,41 +126,41 @@ def test_the_exit_code_says_who_is_online(capsys):
         for topic, status in words.items():
             voice.say(topic, encode_status(status), retain=True)
             voice.next(topic)
-        assert health(capsys, broker.url, "planner")[:2] == (0, "online\n")
-        assert health(capsys, broker.url, "agent", "--id", "a")[:2] == (1, "starting: compiling kernels 4 of 23\n")
-        assert health(capsys, broker.url, "agent", "--id", "b")[0] == 1
-        code, _, err = health(capsys, broker.url, "agent", "--id", "c", "--timeout", "0.2")
-        voice.close()
+        health = ("health", "--broker", str(broker.url))
+        assert run(*health, "planner")[:2] == (0, "online\n")
+        assert run(*health, "agent", "--id", "a")[:2] == (1, "starting: compiling kernels 4 of 23\n")
+        assert run(*health, "agent", "--id", "b")[0] == 1
+        code, _, err = run(*health, "agent", "--id", "c", "--timeout", "0.2")
     assert code not in (0, 1)
     assert "agent" in err
 
 
-def doctor(capsys, *arguments):
-    code = main(["doctor", "--json", *arguments])
-    findings = json.loads(capsys.readouterr().out)
+def doctor(run, *arguments):
+    code, out, _ = run("doctor", "--json", *arguments)
+    findings = json.loads(out)
     assert findings["ok"] is (code == 0)
     return code, {f["what"]: f for f in findings["findings"]}
 
 
 @needs_mosquitto
-def test_a_good_broker_without_a_site_that_limits_packets(capsys):
+def test_a_good_broker_without_a_site_that_limits_packets(run):
     with start_broker(max_packet_bytes=3_000_000) as broker:
-        code, findings = doctor(capsys, "--broker", str(broker.url))
+        code, findings = doctor(run, "--broker", str(broker.url))
     assert code == 0
     assert "max_packet_size" in findings["largest packet"]["advice"]
     assert "hepti planner" in findings["site home"]["advice"]
     assert not findings["machine"]["advice"]
 
 
-def test_no_broker(capsys, monkeypatch):
+def test_no_broker(run, monkeypatch):
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.setattr("hepti_mqtt.client.discovery.look", list)  # nothing is announced
-    code, findings = doctor(capsys)
+    code, findings = doctor(run)
     assert code == 2
     assert "HEPTI_BROKER" in findings["broker"]["advice"]
-    assert main(["doctor"]) == 2
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("!")], "and people see it"
-    code, findings = doctor(capsys, "--broker", "mqtt://127.0.0.1:1")
+    code, out, _ = run("doctor")
+    assert (code, "\n!" in f"\n{out}") == (2, True), "and people see it"
+    code, findings = doctor(run, "--broker", "mqtt://127.0.0.1:1")
     assert code == 3
     assert "127.0.0.1:1" in findings["broker"]["found"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from site_processes import Voice
+from site_processes import Voice, retain
 
 from hepti_mqtt.cli import forget
 from hepti_mqtt.cli.main import main
@@ -26,13 +26,6 @@ FOREIGN = {OTHER.plan("m"), THEIRS.config_topic("model", "m"), "homeassistant/de
 def url():
     with start_broker() as broker:
         yield broker.url
-
-
-def retain(url, topics, payload=b"x"):
-    with Voice(url) as voice:
-        for topic in topics:
-            voice.say(topic, payload, retain=True)
-        voice.close(20.0)
 
 
 def retained(url):

@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Voice, client_of, free_port, poll, site_of
+from site_processes import PATIENCE_S, SITE, Voice, ask_http, client_of, free_port, poll, site_of
 
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.embedded_broker import start_broker
@@ -27,10 +26,7 @@ site = site_of(KINDS, {"a": "100MiB", "b": "100MiB"}, planner=METRICS)
 hepti = client_of()
 
 
-@pytest.fixture(autouse=True)
-def environment(site, hepti, monkeypatch):
-    monkeypatch.setenv("HEPTI_BROKER", site.url)
-    monkeypatch.setenv("HEPTI_SITE", SITE)
+pytestmark = pytest.mark.usefixtures("hepti", "run_at_site")
 
 
 def test_infer_has_every_field_that_is_promised(ask):
@@ -230,13 +226,13 @@ def test_a_bare_text_of_an_automation(site, ask):
 def test_a_planner_can_be_read_by_prometheus(ask):
     ask("infer", "tiny", "--tokens", "8")
 
-    def shown():
-        with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=PATIENCE_S) as answer:
-            text: str = answer.read().decode()
-        return text
+    wanted = {
+        b'hepti_planner_request_seconds_count{model="tiny",outcome="ok"}',
+        b'hepti_planner_devices{state="usable"} 2',
+    }
 
-    wanted = (
-        'hepti_planner_request_seconds_count{model="tiny",outcome="ok"}',
-        'hepti_planner_devices{state="usable"} 2',
-    )
-    poll(lambda: all(name in shown() for name in wanted), "the planner counts its answers and devices")
+    def counted():
+        text = ask_http(METRICS_PORT, "/metrics")[1]
+        return all(name in text for name in wanted)
+
+    poll(counted, "the planner counts its answers and devices")

@@ -9,17 +9,17 @@ from mixture_file import Shape, write_mixture
 from programs import run_python
 
 MEASURED = """
-import re, sys
-from pathlib import Path
+import sys
+from programs import memory_bytes
 from hepti_mqtt.cli.main import main
 code = main(["model", "--json", "verify", sys.argv[1]])
-print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+print(memory_bytes()[1])
 sys.exit(code)
 """
 
 
 def peak_bytes(model):
-    return int(run_python("-c", MEASURED, model).split()[-1]) << 10
+    return int(run_python("-c", MEASURED, model).split()[-1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")

@@ -21,7 +21,7 @@ def connected(test):
             planner.record("m", active=A_PLAN)
             async with AsyncHepti.connect(broker.url, site=planner.topics.site, client_id="me") as hepti:
                 assert await hepti.models(PATIENCE_S) == ["m"]
-                await asyncio.wait_for(test(hepti, planner), 3 * PATIENCE_S)
+                await asyncio.wait_for(test(hepti, planner), PATIENCE_S)
 
         asyncio.run(inside())
 

@@ -26,9 +26,12 @@ from hepti_mqtt.transport.url import BrokerUrl
 NOW = datetime.datetime.now(datetime.UTC)
 
 
-@pytest.fixture
-def closed(tmp_path):
-    with closed_broker(tmp_path / "site", {"pi-1": "device", "pi-2": "device"}) as closed_site:
+USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer", "ha": "home"}
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    with closed_broker(tmp_path_factory.mktemp("closed") / "site", {**USERS, "former": "device"}) as closed_site:
         yield closed_site
 
 
@@ -67,13 +70,12 @@ def test_logins_come_in_and_nobody_else(closed, tmp_path):
 
 def test_users_change_while_the_broker_runs(closed):
     site, broker = closed
-    login = replace(url_of(site, "pi-1"), ca=str(site.path / "ca.crt"))
-    someone = Voice(login)
-    site.add("client", "alice").revoke("pi-1")
-    process_of(broker).send_signal(signal.SIGHUP)  # it reads passwords and access list again
-    someone.state_of(Disconnected)  # Mosquitto throws off who may not be there any more
-    someone.close()
-    Voice(url_of(site, "alice")).close()
+    login = replace(url_of(site, "former"), ca=str(site.path / "ca.crt"))
+    with Voice(login) as someone:
+        site.add("client", "carol").revoke("former")
+        process_of(broker).send_signal(signal.SIGHUP)  # it reads passwords and access list again
+        someone.state_of(Disconnected)  # Mosquitto throws off who may not be there any more
+    Voice(url_of(site, "carol")).close()
     with pytest.raises(RefusedError):
         Voice(login)
 
@@ -111,7 +113,6 @@ def test_nobody_leaves_a_will_for_another(closed):
 
 
 BROKER = Path(__file__).parents[3] / "broker"
-USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer", "ha": "home"}
 EVERYBODY = {PLANNER, *USERS}
 DEVICES = {"pi-1", "pi-2"}
 ANYTHING = "hepti/v1/home/anything"
@@ -167,15 +168,9 @@ def test_every_kind_of_topic_is_in_the_table():
     assert {HOME.parse(topic).kind for topic in ours if topic not in read_by_none} == set(get_args(Kind))
 
 
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory):
-    with closed_broker(tmp_path_factory.mktemp("roles") / "site", USERS) as (site, _):
-        yield {user: url_of(site, user) for user in EVERYBODY}
-
-
 @pytest.mark.parametrize("protocol", [4, 5], ids=["3.1.1", "5"])
-def test_the_access_list_lets_through_what_it_should_and_nothing_else(urls, protocol):
-    expected, got = {}, {}
+def test_the_access_list_lets_through_what_it_should_and_nothing_else(closed, protocol):
+    expected, got, urls = {}, {}, {user: url_of(closed[0], user) for user in EVERYBODY}
     with contextlib.ExitStack() as stack:
         readers = {user: stack.enter_context(Voice(url, "#", protocol=protocol)) for user, url in urls.items()}
         for user, url in urls.items():

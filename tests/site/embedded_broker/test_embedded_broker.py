@@ -14,16 +14,10 @@ import psutil
 import pytest
 from broker_kinds import needs_mosquitto
 from programs import ROOT
-from site_processes import PATIENCE_S, poll
+from site_processes import PATIENCE_S, listens, poll
 
 from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.embedded_broker import EmbeddedBroker, broker, find_mosquitto, start_broker
-
-
-def answers(port):
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
 
 
 def test_it_answers_keeps_its_port_and_leaves_nothing(tmp_path, monkeypatch):
@@ -33,22 +27,22 @@ def test_it_answers_keeps_its_port_and_leaves_nothing(tmp_path, monkeypatch):
     port = broker.port
     assert broker.url == f"mqtt://127.0.0.1:{port}"
     assert broker.running
-    assert answers(port)
+    assert listens(port)
     keeper_and_broker = set(psutil.Process().children(recursive=True)) - before
     assert len(keeper_and_broker) >= 2
     assert list(tmp_path.iterdir())
     broker.restart()
     assert broker.port == port
-    assert answers(port)
+    assert listens(port)
     broker.stop()
     assert not broker.running
-    assert not answers(port)
+    assert not listens(port)
     broker.start()
     broker.start()
-    assert answers(port)
+    assert listens(port)
     broker.close()
     broker.close()
-    assert not answers(port)
+    assert not listens(port)
     assert not list(tmp_path.iterdir())
     assert not any(process.is_running() for process in keeper_and_broker)
 
@@ -67,7 +61,7 @@ def test_amqtt_runs_where_mosquitto_is_hidden(monkeypatch):
     monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
     with start_broker() as broker:
         assert broker.kind == "amqtt"
-        assert answers(broker.port)
+        assert listens(broker.port)
 
 
 @needs_mosquitto
@@ -165,17 +159,17 @@ def parent():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_broker_goes_with_its_parent_however_that_ends(parent, number):
     child, port, keeper = parent
-    assert answers(port)
+    assert listens(port)
     os.kill(child.pid, number)
     child.wait(PATIENCE_S)
-    poll(lambda: not answers(port) and not _alive(keeper), "the end of both")
+    poll(lambda: not listens(port) and not _alive(keeper), "the end of both")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent was killed")
 def test_the_broker_goes_when_its_keeper_is_killed(parent):
     _, port, keeper = parent
     os.kill(keeper, signal.SIGKILL)
-    poll(lambda: not answers(port), "the broker's end")
+    poll(lambda: not listens(port), "the broker's end")
 
 
 FORKING = """

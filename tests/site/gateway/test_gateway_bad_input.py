@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, poll, site_of
-
-from hepti_mqtt.client import Hepti
+from site_processes import PATIENCE_S, ask_http, client_of, poll, site_of
 
 FORM = "application/x-www-form-urlencoded"
 PAGE = "https://example.org/a.png"
@@ -21,10 +18,11 @@ PIECE = b" " * (1 << 20)
 
 
 site = site_of({"tiny": "tiny-bert"}, {"a": "100MiB"}, kind="amqtt")
+hepti = client_of()
 
 
 @pytest.fixture(scope="module")
-def port(site):
+def port(site, hepti):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
         port = site.serve("gateway", "--no-announce")
@@ -32,14 +30,9 @@ def port(site):
     return port
 
 
-def ask(port, body=REQUEST, path="/v1/embeddings", headers=KEY, method="POST"):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    try:
-        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
+def ask(port, body=REQUEST, path="/v1/embeddings", headers=KEY):
+    status, answer = ask_http(port, path, body, headers)
+    return status, json.loads(answer)
 
 
 CASES = {
@@ -74,10 +67,9 @@ def test_a_body_of_100_mb_is_refused_while_it_comes(port, length):
     assert ask(port)[0] == 200
 
 
-def test_all_states_are_those_that_mqtt_gives(site, port):
+def test_all_states_are_those_that_mqtt_gives(hepti, port):
     texts = ["a warm room", "a door"]
-    with Hepti.connect(site.url, site.name) as hepti:
-        wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
+    wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
     status, vectors = ask(port, {"inputs": texts}, "/embed_all")
     assert status == 200
     assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(vectors, wanted, strict=True))

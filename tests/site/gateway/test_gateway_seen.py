@@ -3,55 +3,53 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 
 import numpy as np
 import openai
 import pytest
 from picture_cases import CASES, TOKENS, encoded
-from site_processes import PATIENCE_S, site_of, wait_online
+from site_processes import PATIENCE_S, ask_http, client_of, site_of
 
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import ConfigError
 
 CASE = CASES[0]
 SEERS = {"seer": CASE, "gemma": CASES[2]}
 URL = f"data:image/png;base64,{encoded(*CASE.sizes[0])}"
 AGENTS = ("a", "b", "c")
-JSON = {"Content-Type": "application/json"}
 QUESTION = "what is in the room"
 
 
 site = site_of({name: case.kind for name, case in SEERS.items()}, dict.fromkeys(AGENTS, "100MiB"), seed=CASE.seed)
+hepti = client_of(online=True)
 
 
-def answer_of(site, model="seer", **request):
-    with Hepti.connect(site.url, site.name) as hepti:
+@pytest.fixture
+def raw(hepti):
+    """Return the raw answer to a request."""
+
+    def raw(model="seer", **request):
         hepti.wait_ready(model, PATIENCE_S)
-        return dict(hepti.infer(model, timeout_s=PATIENCE_S, **request).raw)
+        return hepti.infer(model, timeout_s=PATIENCE_S, **request).raw
+
+    return raw
 
 
-def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site):
+def test_a_prompt_with_a_picture_is_continued_as_by_transformers(raw):
     want = np.load(CASE.file)["tokens"].tolist()
-    answer = answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
-    ids = answer["result"]["ids"]
-    assert ids == want[: len(ids)]
-    again = answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
-    assert again["result"]["ids"] == ids
+    first, again = (raw(text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS) for _ in range(2))
+    ids = first["result"]["ids"]
+    assert again["result"]["ids"] == ids == want[: len(ids)]
     assert again["cached_tokens"] > 0
-    other = answer_of(site, text=CASE.text, image=encoded(21, 20), max_new_tokens=TOKENS)
-    assert other["cached_tokens"] == 0
+    assert raw(text=CASE.text, image=encoded(21, 20), max_new_tokens=TOKENS)["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(
     ("model", "strategy", "count"), [("seer", "megatron", 2), ("gemma", "voltage", 3), ("seer", "decoder", 3)]
 )
-def test_pictures_and_texts_are_divided_over_pinned_devices(site, model, strategy, count):
+def test_pictures_and_texts_are_divided_over_pinned_devices(raw, model, strategy, count):
     case, devices = SEERS[model], AGENTS[:count]
-    with Hepti.connect(site.url, site.name) as hepti:
-        wait_online(hepti, AGENTS)
     request = {"text": case.text, "images": [encoded(*size) for size in case.sizes], "max_new_tokens": TOKENS}
-    answer = answer_of(site, model, **request, strategy=strategy, devices=devices)
+    answer = raw(model, **request, strategy=strategy, devices=devices)
     divided, other = (model, f"{model}.image") if strategy == "decoder" else (f"{model}.image", model)
     plans = answer["plans"]
     assert (plans[divided]["strategy"], {*plans[divided]["devices"]}) == (strategy, {*devices})
@@ -61,15 +59,15 @@ def test_pictures_and_texts_are_divided_over_pinned_devices(site, model, strateg
     assert answer["result"]["ids"] == np.load(case.file)["tokens"].tolist()
 
 
-def test_a_method_that_divides_neither_model_is_refused(site):
+def test_a_method_that_divides_neither_model_is_refused(raw):
     with pytest.raises(ConfigError):
-        answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
+        raw(text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
 
 
-def test_one_text_by_every_interface(site):
+def test_one_text_by_every_interface(site, raw):
     port = site.serve("gateway")
     messages = [{"role": "user", "content": QUESTION}]
-    text = answer_of(site, messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
+    text = raw(messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S)
     part = {"type": "image_url", "image_url": {"url": URL}}
     content = [part, {"type": "text", "text": QUESTION}]
@@ -84,9 +82,7 @@ def test_one_text_by_every_interface(site):
     assert response.output_text == text
     body = {"model": "seer", "stream": False, "options": {"num_predict": 8, "temperature": 0}}
     body["messages"] = [{"role": "user", "content": QUESTION, "images": [encoded(*CASE.sizes[0])]}]
-    sent = urllib.request.Request(f"http://127.0.0.1:{port}/api/chat", json.dumps(body).encode(), JSON)
-    with urllib.request.urlopen(sent, timeout=PATIENCE_S) as answer:
-        assert json.load(answer)["message"]["content"] == text
+    assert json.loads(ask_http(port, "/api/chat", body)[1])["message"]["content"] == text
     part["image_url"]["url"] = "https://example.org/a.jpg"
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="seer", messages=[{"role": "user", "content": content}])

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 from site_load import RATE, RECORDING, SAMPLES
-from site_processes import PATIENCE_S, site_of
+from site_processes import PATIENCE_S, client_of, site_of
 from wyoming.asr import Transcribe, Transcript
 from wyoming.audio import AudioChunk, AudioStart, AudioStop
 from wyoming.client import AsyncTcpClient
@@ -17,12 +17,12 @@ from wyoming.info import Describe, Info
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
 site = site_of({"speech": "tiny-whisper-turbo"}, {"a": "100MiB", "b": "100MiB"}, seed=4)
+hepti = client_of()
 
 
 def expected(model, **options):
@@ -45,26 +45,24 @@ def expected(model, **options):
         )
 
 
-def test_one_text_by_every_way(site):
+def test_one_text_by_every_way(site, hepti):
     model = site.models["speech"]
     text, ids, states = expected(model, temperature=0)
-    with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("speech", PATIENCE_S)
-        ask = {"audio": RECORDING, "language": "en", "temperature": 0, "timeout_s": PATIENCE_S}
-        for pins in ({"strategy": "single"}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}):
-            answer = hepti.infer("speech", **ask, **pins)
-            assert (answer.result["ids"], answer.generated) == (ids, text)
-            hidden = hepti.infer("speech", **ask, **pins, want="hidden").hidden
-            np.testing.assert_allclose(hidden, states, atol=5e-5)
-            timed = hepti.infer("speech", **ask, **pins, timestamps="word").result
-            words = [word for segment in timed["segments"] for word in segment["words"]]
-            assert "".join(word["word"] for word in words) == timed["text"].replace(" ", "") != ""
-            moments = [moment for word in words for moment in (word["start"], word["end"])]
-            assert moments == sorted(moments)
-            assert 0 <= moments[0] < moments[-1] <= timed["seconds"]
-        request = {"audio": RECORDING, "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
-        tokens = list(hepti.generate("speech", **request))
-        assert [token["token"] for token in tokens] == ids
+    ask = {"audio": RECORDING, "language": "en", "temperature": 0, "timeout_s": PATIENCE_S}
+    for pins in ({"strategy": "single"}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}):
+        answer = hepti.infer("speech", **ask, **pins)
+        assert (answer.result["ids"], answer.generated) == (ids, text)
+        hidden = hepti.infer("speech", **ask, **pins, want="hidden").hidden
+        np.testing.assert_allclose(hidden, states, atol=5e-5)
+        timed = hepti.infer("speech", **ask, **pins, timestamps="word").result
+        words = [word for segment in timed["segments"] for word in segment["words"]]
+        assert "".join(word["word"] for word in words) == timed["text"].replace(" ", "") != ""
+        moments = [moment for word in words for moment in (word["start"], word["end"])]
+        assert moments == sorted(moments)
+        assert 0 <= moments[0] < moments[-1] <= timed["seconds"]
+    request = {"audio": RECORDING, "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
+    tokens = list(hepti.generate("speech", **request))
+    assert [token["token"] for token in tokens] == ids
     text = expected(model)[0]  # by chance one of the texts that are drawn, for the model is of random numbers
     with openai.OpenAI(base_url=f"http://127.0.0.1:{site.serve('gateway')}/v1", api_key="none") as client:
         said = client.audio.transcriptions.create(model="speech", file=("a.wav", RECORDING), language="en")

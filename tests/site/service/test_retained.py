@@ -3,17 +3,11 @@
 import logging
 
 from broker_kinds import needs_mosquitto
-from site_processes import Voice
+from site_processes import retain
 
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.retained import RetainedSweep, retained_topics, unread_topics
-
-
-def retain(url, topics, payload):
-    with Voice(url) as voice:
-        for topic in topics:
-            voice.say(topic, payload, retain=True)
 
 
 @needs_mosquitto

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 from PIL import Image
@@ -18,8 +17,7 @@ class Home(Voice):
     """What is retained, as Home Assistant would have it after a start."""
 
     def __init__(self, url):
-        self.kept: dict[str, bytes] = {}
-        self.came = 0
+        self.kept, self.came = {}, 0
         super().__init__(url, "homeassistant/device/+/config", TOPICS.home("site", "state").rsplit("/", 2)[0] + "/+/+")
 
     def hear(self, topic, payload):
@@ -33,8 +31,7 @@ class Home(Voice):
         return sorted(topic for topic in list(self.kept) if topic.endswith("/config"))
 
     def state(self, kind, name):
-        state_of_entity: dict[str, object] = json.loads(self.kept.get(f"hepti/v1/{SITE}/home/{kind}/{name}", b"{}"))
-        return state_of_entity
+        return json.loads(self.kept.get(TOPICS.home(kind, name), b"{}"))
 
 
 site = site_of({"cat": "tiny-convnet"}, {"a": "100MiB"})
@@ -45,14 +42,13 @@ def config(kind, name):
 
 
 def test_a_site_appears_and_its_ghosts_go(site):
-    home = Home(site.url)
-    try:
+    with Home(site.url) as home:
         ghost = config("MODEL", "old")
         home.say(ghost, b'{"device": {}}', retain=True)
         wanted = [config("DEVICE", "a"), config("MODEL", "cat"), config("SITE", "state")]
         poll(lambda: home.configs() == wanted, "the site's three entries")
         with Hepti.connect(site.url, SITE) as hepti:
-            labels = hepti.infer("cat", image=picture()).labels
+            labels = hepti.infer("cat", image=Image.new("RGB", (32, 32), (200, 100, 50))).labels
         poll(lambda: home.state("model", "cat").get("label") == labels[0]["label"], "the label")
         assert home.state("model", "cat")["requests_per_minute"] == 1
         assert home.state("device", "a")["share_percent"] == 100.0
@@ -65,11 +61,3 @@ def test_a_site_appears_and_its_ghosts_go(site):
         site.kill("a")  # else it publishes its status again
         home.say(TOPICS.status("a"), b"", retain=True)
         poll(lambda: config("DEVICE", "a") not in home.configs(), "the end of a forgotten device")
-    finally:
-        home.close()
-
-
-def picture():
-    out = io.BytesIO()
-    Image.new("RGB", (32, 32), (200, 100, 50)).save(out, "PNG")
-    return out.getvalue()

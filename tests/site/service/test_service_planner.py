@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played_broker import PlayedBroker, usual
-from site_processes import PATIENCE_S, Voice, poll
+from site_processes import PATIENCE_S, Voice, free_port, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
@@ -24,9 +24,9 @@ from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.core.errors import ConfigError, ModelError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator import interface
@@ -74,8 +74,8 @@ def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32_and_the_on
 
 
 HOME = Topics("home")
-CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
-BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+CAPS = messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
+BEAT = messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
 
 EVERY_TOPIC = [
     HOME.status("a"),
@@ -93,7 +93,7 @@ EVERY_TOPIC = [
 def test_every_kind_becomes_its_event():
     ready = messages.Ready(1, "m", PlanVersion(1, 1), 5, bytes(8))
     frame = frames.Frame("done", "m", PlanVersion(1, 1), 3, source="a", numbers=(1, 2, 3))
-    status = protocol_messages.Status("online", 1)
+    status = messages.Status("online", 1)
     examples = {
         (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
         (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
@@ -190,6 +190,19 @@ def run(url, bert, tmp_path):
         yield start
 
 
+@pytest.fixture
+def serve(run, listen):
+    """Run the planner of a site; return a listener, which has heard that the planner is online."""
+
+    def start(site, **how):
+        ear = listen(site)
+        run(site, **how)
+        ear.status("online")
+        return ear
+
+    return start
+
+
 def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear = listen("coming")
     ear.say(ear.topics.plan("former"), b"of a model that is no longer served", retain=True)
@@ -236,18 +249,16 @@ def test_late_wills_are_contradicted_and_a_newer_planner_takes_over(run, listen)
 @pytest.mark.parametrize(
     "limits", [{"UNREAD_BYTES": 1}, {"UNREAD_BYTES": 1, "MAX_UNREFUSED_BYTES": 10}, {"INBOX": 0}], ids=str
 )
-def test_a_request_for_which_there_is_no_room_is_refused_under_its_id(run, listen, monkeypatch, limits):
+def test_a_request_for_which_there_is_no_room_is_refused_under_its_id(serve, monkeypatch, limits):
     for name, value in limits.items():
         monkeypatch.setattr(planner, name, value)
-    ear = listen("busy")
-    run("busy")
-    ear.status("online")
+    ear = serve("busy")
     ear.request(id="q1", text="hello")
     assert ear.error("q1") == "overloaded"
 
 
-def test_a_device_that_floods_keeps_no_word_of_another_out(run, listen, monkeypatch, caplog):
-    ear, events, gate = listen("flooded"), [], threading.Event()
+def test_a_device_that_floods_keeps_no_word_of_another_out(serve, monkeypatch, caplog):
+    events, gate = [], threading.Event()
     handle, version = LastWillDebounce.handle, PlanVersion(7, 1)
 
     def gated(debounce, event, now):
@@ -257,8 +268,7 @@ def test_a_device_that_floods_keeps_no_word_of_another_out(run, listen, monkeypa
         return handle(debounce, event, now)
 
     monkeypatch.setattr(LastWillDebounce, "handle", gated)
-    run("flooded")
-    ear.status("online")
+    ear = serve("flooded")
     will = Status("offline", 3)
     words = [
         messages.Ready(1, "bert", version, 5, bytes(8)),
@@ -297,17 +307,15 @@ def test_invariants_are_checked_in_service_at_debug_level(run, listen, monkeypat
     assert errors == ({ZeroDivisionError} if level == logging.DEBUG else set())
 
 
-def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(run, listen, monkeypatch):
+def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(serve, monkeypatch):
     acknowledged = queue.SimpleQueue()
     monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.put(receipt))
-    ear = listen("cancels")
-    run("cancels")
-    ear.status("online")
+    ear = serve("cancels")
     ear.request(cancel="q1")
     assert acknowledged.get(timeout=PATIENCE_S)
 
 
-def test_each_client_has_its_turn_with_requests_and_with_answers(run, listen, monkeypatch):
+def test_each_client_has_its_turn_with_requests_and_with_answers(serve, monkeypatch):
     """Turns themselves: tests/unit/service/test_service_threads.py."""
     clients = set()
     for method in ("submit", "submit_or_run"):
@@ -318,16 +326,14 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(run, listen, mo
             return act(executor, client, *how, **more)
 
         monkeypatch.setattr(FairExecutor, method, noted)
-    ear = listen("fair")
-    run("fair")
-    ear.status("online")
+    ear = serve("fair")
     for client in ("other", "me"):
         ear.request(client, id="q1", text="a", deadline_ms=1)
     assert ear.error("q1")
     assert {"me/bert", "other/bert", "me"} <= clients
 
 
-def test_the_network_thread_parses_no_request_even_to_refuse_it(run, listen, monkeypatch, caplog):
+def test_the_network_thread_parses_no_request_even_to_refuse_it(serve, monkeypatch, caplog):
     threads, gate, refuse = [], threading.Event(), handler.RequestHandler.refuse_unread
 
     def gated(*raw_and_error):
@@ -339,9 +345,7 @@ def test_the_network_thread_parses_no_request_even_to_refuse_it(run, listen, mon
     monkeypatch.setattr(handler, "parse", None)
     monkeypatch.setattr(planner, "UNREAD_BYTES", 1)
     monkeypatch.setattr(planner, "MAX_UNREFUSED", 1)
-    ear = listen("refusing")
-    run("refusing")
-    ear.status("online")
+    ear = serve("refusing")
     ear.request(id="q1")
     poll(lambda: threads, "the first is being refused")
     for name in ("q2", "q3"):
@@ -352,11 +356,9 @@ def test_the_network_thread_parses_no_request_even_to_refuse_it(run, listen, mon
     assert {name.rpartition("-")[0] for name in threads} == {"planner-refuser"}
 
 
-def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(run, listen, monkeypatch, caplog):
+def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(serve, monkeypatch, caplog):
     monkeypatch.setattr(planner, "DROPPED_TOPIC", "dropped")  # clients cannot publish the broker's own
-    ear = listen("dropping")
-    run("dropping")
-    ear.status("online")
+    ear = serve("dropping")
     for count in (b"7", b"7", b"9", b"no number"):
         ear.say("dropped", count)
     ear.status("online")
@@ -392,16 +394,29 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(run,
         continue
 
 
-def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):
-    ear = listen("clumsy")
-    run("clumsy")
-    ear.status("online")
+def test_a_mistake_with_one_request_does_not_end_the_planner(serve, monkeypatch):
+    ear = serve("clumsy")
     with monkeypatch.context() as patch:
         patch.setattr("hepti_mqtt.service.requests.read_input", None)
         ear.request(id="q1", text="hello")
         assert ear.error("q1") == "remote"
     ear.request(id="q2", text="")
     assert ear.error("q2") == "bad_request"
+
+
+def test_a_planner_waits_for_its_broker(bert, tmp_path):
+    port, stop, waits, log = free_port(), threading.Event(), threading.Event(), logging.Logger("late")
+    url, options = BrokerUrl.parse(f"mqtt://127.0.0.1:{port}"), PlannerOptions({"bert": bert.path}, home_assistant=None)
+    log.addFilter(lambda record: record.levelno < logging.WARNING or not waits.set())
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(run_planner, PlannerConfig(url, "late", options, tmp_path, log=log), stop)
+        try:
+            assert waits.wait(PATIENCE_S), "it says that it waits"
+            with start_broker(port=port), Listener(url, "late") as ear:
+                ear.status("online")
+        finally:
+            stop.set()
+        assert outcome.result(PATIENCE_S) is None
 
 
 def test_a_bad_model_and_a_bad_pin_end_it(bert, tmp_path):

@@ -163,19 +163,18 @@ def opened(tmp_path_factory):
         yield {kind: stack.enter_context(Checkpoint.open(make_model(kind, root / kind, seed=1))) for kind in kinds}
 
 
-@pytest.fixture(scope="module")
-def text(opened):
-    return opened["tiny-minilm"]
+def one_of(kind):
+    """Return a fixture: one of the opened models."""
+    return pytest.fixture(scope="module")(lambda opened: opened[kind])
 
 
-@pytest.fixture(scope="module")
-def mlm(opened):
-    return opened["tiny-bert-mlm"]
+text, mlm, vision = map(one_of, ("tiny-minilm", "tiny-bert-mlm", "tiny-vit-classifier"))
 
 
-@pytest.fixture(scope="module")
-def vision(opened):
-    return opened["tiny-vit-classifier"]
+def assert_refused(checkpoint, *requests):
+    for request in requests:
+        with pytest.raises(RequestError):
+            read_input(checkpoint, request)
 
 
 def test_text_and_its_ids_get_the_same_embedding(text):
@@ -267,19 +266,13 @@ def test_any_json_is_prepared_or_refused(opened, request_, model):
 
 
 def test_a_masked_token_request_needs_a_mask(mlm):
-    with pytest.raises(RequestError):
-        read_input(mlm, {"text": "the door"})
-    with pytest.raises(RequestError):
-        read_input(mlm, {"text": "the " * 60 + "[MASK]", "truncate": True})
+    assert_refused(mlm, {"text": "the door"}, {"text": "the " * 60 + "[MASK]", "truncate": True})
     assert read_input(mlm, {"ids": [7, mlm.mask_id]}).shape.mask_rows == (1,)
 
 
 def test_texts_for_an_image_model_are_refused(vision):
-    for request in ({"text": "a"}, {"texts": ["a"]}, {"ids": [1]}):
-        with pytest.raises(RequestError):
-            read_input(vision, request)
-    with pytest.raises(RequestError):
-        read_input(vision, {"image": encoded(noise(8, 8)), "truncate": True})
+    picture = {"image": encoded(noise(8, 8)), "truncate": True}
+    assert_refused(vision, {"text": "a"}, {"texts": ["a"]}, {"ids": [1]}, picture)
 
 
 def test_empty_texts_may_be_zeros_in_their_places(text):
@@ -299,20 +292,15 @@ def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
         read_input(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
 
 
-@pytest.mark.parametrize("value", ["\x00", "\u202e\u200d", "\x01 \x02"])
-def test_a_text_of_which_nothing_is_read_is_no_text(text, value):
+def test_a_text_of_which_nothing_is_read_is_no_text(text):
     """The tokenizer's own tokens alone would give an embedding, too."""
-    with pytest.raises(RequestError):
-        read_input(text, {"text": value})
+    assert_refused(text, *({"text": value} for value in ("\x00", "\u202e\u200d", "\x01 \x02")))
 
 
 def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
     monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
     assert read_input(mlm, {"ids": [7] * 10, "want": "hidden"})
-    with pytest.raises(RequestError):
-        read_input(mlm, {"ids": [7] * 11, "want": "hidden"})
-    with pytest.raises(RequestError):
-        read_input(mlm, {"text": "[MASK] [MASK]"})
+    assert_refused(mlm, {"ids": [7] * 11, "want": "hidden"}, {"text": "[MASK] [MASK]"})
 
 
 SPECIAL = "<|the|door|>"  # its halves would be several words
@@ -380,9 +368,8 @@ def test_a_text_of_few_tokens_is_read_up_to_the_limit_of_all_texts_together(text
     fits = "x" * (service_texts.MAX_CHARACTERS // 8)
     assert service_texts.CHARACTERS_PER_TOKEN * text.spec.input_spec.longest < len(fits)
     assert read_input(text, {"text": fits, "truncate": True}).shape.size > 0
-    for request in ({"text": "x" * service_texts.MAX_CHARACTERS}, {"texts": [fits] * 10}):
-        with pytest.raises(RequestError):
-            read_input(text, {**request, "truncate": True})
+    longer = ({"text": "x" * service_texts.MAX_CHARACTERS}, {"texts": [fits] * 10})
+    assert_refused(text, *({**request, "truncate": True} for request in longer))
 
 
 def ids_of(path, text, **request):
@@ -448,25 +435,24 @@ def test_a_control_token_that_would_be_one_is_refused(tmp_path):
     data |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "normalizer": None}
     (path / "tokenizer.json").write_text(json.dumps(data))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with Checkpoint.open(path) as opened, pytest.raises(RequestError):
-        read_input(opened, {"text": "a [SEP] b"})
+    with Checkpoint.open(path) as opened:
+        assert_refused(opened, {"text": "a [SEP] b"})
 
 
-@pytest.mark.parametrize("ids", [[2, 9, 3, 9, 3], [2, 9, 3, 0, 0]])
-def test_ids_of_two_texts_are_refused_by_a_model_with_token_types(tmp_path, ids):
-    with Checkpoint.open(make_model("tiny-bert", tmp_path / "m")) as opened:
-        with pytest.raises(RequestError):
-            read_input(opened, {"ids": ids})
-        assert read_input(opened, {"ids": ids[:3]}).shape.sizes == (3,)
-    with Checkpoint.open(make_model("tiny-distilbert", tmp_path / "d")) as opened:
-        assert read_input(opened, {"ids": ids}).shape.sizes == (5,)
-
-
-def test_ids_that_are_padding_are_refused_where_they_move_the_others(tmp_path):
-    with Checkpoint.open(make_model("tiny-roberta", tmp_path / "m")) as opened:
-        assert read_input(opened, {"ids": [0, 9, 2]}).shape.sizes == (3,)
-        with pytest.raises(RequestError):
-            read_input(opened, {"ids": [0, 9, 2, 1]})
+@pytest.mark.parametrize(
+    ("kind", "read", "refused"),
+    [
+        ("tiny-bert", [[2, 9, 3]], [[2, 9, 3, 9, 3], [2, 9, 3, 0, 0]]),
+        ("tiny-distilbert", [[2, 9, 3, 9, 3], [2, 9, 3, 0, 0]], []),
+        ("tiny-roberta", [[0, 9, 2]], [[0, 9, 2, 1]]),
+    ],
+    ids=["token types", "no token types", "padding that moves the others"],
+)
+def test_ids_of_two_texts_and_of_padding_are_refused_where_they_change_the_answer(tmp_path, kind, read, refused):
+    with Checkpoint.open(make_model(kind, tmp_path / "m")) as opened:
+        for ids in read:
+            assert read_input(opened, {"ids": ids}).shape.sizes == (len(ids),)
+        assert_refused(opened, *({"ids": ids} for ids in refused))
 
 
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=30), st.data())
@@ -553,8 +539,6 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
         assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": "", "finish": "length"}
         assert WrittenText(checkpoint).extend_to((7, 8)) == ""
         longest = checkpoint.spec.input_spec.longest
-        for length, fields in ((longest - 3, {"max_new_tokens": 5}), (longest, {})):
-            with pytest.raises(RequestError):
-                read_input(checkpoint, {"ids": [1] * length, **fields})
+        assert_refused(checkpoint, {"ids": [1] * (longest - 3), "max_new_tokens": 5}, {"ids": [1] * longest})
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

@@ -13,12 +13,12 @@ from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer
 from hepti_mqtt.core.errors import ConfigError, PlanError, RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.transport.sockets import mesh_possible
 
 TOLERANCE = 5e-5
 PROMPT = np.random.default_rng(3).integers(5, 200, 9).tolist()
@@ -62,7 +62,7 @@ def tokens_of(parts, *first):
         text += part["text"]
 
 
-def test_ten_tokens_come_one_by_one(site, ready):
+def test_ten_tokens_come_one_by_one_in_the_predicted_bytes(site, ready):
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=10, **DIVIDED, timeout_s=PATIENCE_S)
     tokens, text, answer = tokens_of(parts)
     assert tokens == site.continued("gpt", PROMPT, 10)
@@ -71,6 +71,10 @@ def test_ten_tokens_come_one_by_one(site, ready):
     assert answer.raw["final"] is True
     assert answer.raw["runs"] >= len(tokens), "the prompt's runs, and one for each token"
     assert (answer.tokens, answer.generated) == (len(PROMPT), text)
+    request = {"ids": PROMPT, "max_new_tokens": 4, "report": True, "timeout_s": PATIENCE_S}
+    answer = foretold(lambda: ready.infer("gpt", **request, **DIVIDED))
+    assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+    assert set(answer.raw["compute_ms"]) == {"a", "b"}
 
 
 @pytest.mark.parametrize("devices", [["a"], ["a", "b"]])
@@ -95,13 +99,6 @@ def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(site, r
     assert [part["logprobs"]["id"] for part in parts] == tokens
 
 
-def test_the_bytes_are_the_predicted_ones(ready):
-    request = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
-    answer = foretold(lambda: ready.infer("gpt", **request, **DIVIDED, timeout_s=PATIENCE_S))
-    assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
-    assert set(answer.raw["compute_ms"]) == {"a", "b"}
-
-
 def test_a_generation_over_plain_mqtt(site, ready):
     with User(site.url) as user:
         user.send("gpt", {"text": "the broker of the first room", "max_new_tokens": 5, "id": "mine"})
@@ -113,18 +110,6 @@ def test_a_generation_over_plain_mqtt(site, ready):
     assert answer["id"] == "mine"
     text = "".join(p["text"] for p in parts)
     assert answer["result"] == {"ids": [p["token"] for p in parts], "text": text, "finish": "length"}
-
-
-def test_what_a_decoder_cannot_do_is_said(ready):
-    for request in (
-        {"texts": ["a", "b"]},
-        {"ids": PROMPT, "max_new_tokens": 1000},
-        {"ids": PROMPT, "max_new_tokens": 0},
-    ):
-        with pytest.raises(RequestError):
-            ready.infer("gpt", **request, timeout_s=PATIENCE_S)
-    with pytest.raises((PlanError, ConfigError)):
-        ready.infer("gpt", ids=PROMPT, strategy="row", devices=["a", "b"], timeout_s=PATIENCE_S)
 
 
 def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site, ready):
@@ -139,20 +124,16 @@ def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site, ready):
         ready.infer("gpt", text=text, truncate=True, max_new_tokens=96, timeout_s=PATIENCE_S)
 
 
-def test_the_command_prints_tokens_and_explains_the_plan(site, ready, monkeypatch, capsys):
-    monkeypatch.setenv("HEPTI_BROKER", site.url)
-    monkeypatch.setenv("HEPTI_SITE", SITE)
-    ids = ",".join(map(str, PROMPT))
-    pins = ("--strategy", "decoder", "--devices", "a,b")
+def test_the_command_prints_tokens_and_explains_the_plan(ready, run_at_site):
     answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=6, **DIVIDED, timeout_s=PATIENCE_S)
-    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", *pins]) == 0
-    assert answer.generated in capsys.readouterr().out
-    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", "--want", "hidden"]) == 0
-    assert '"dtype"' in capsys.readouterr().out
-    assert main(["plan", "gpt", "--explain"]) == 0
-    shown = capsys.readouterr().out
-    assert "append_rows" in shown
-    assert "attention_at" in shown
+    command = ("infer", "gpt", "--ids", ",".join(map(str, PROMPT)), "--max-new-tokens", "6")
+    for arguments, words in (
+        ((*command, "--strategy", "decoder", "--devices", "a,b"), {answer.generated}),
+        ((*command, "--want", "hidden"), {'"dtype"'}),
+        (("plan", "gpt", "--explain"), {"append_rows", "attention_at"}),
+    ):
+        code, out, _ = run_at_site(*arguments)
+        assert (code, [word for word in words if word not in out]) == (0, [])
 
 
 def test_an_agent_killed_in_between_costs_no_token(site, ready):
@@ -256,6 +237,10 @@ def test_errors_come_back_as_json(ready, user):
         ("tiny", {"ids": [1, -1]}, "bad_request"),
         ("tiny", {"ids": [1], "strategy": "decoupled"}, "config"),
         ("tiny", {"text": "word " * 200}, "context_length_exceeded"),
+        ("gpt", {"texts": ["a", "b"]}, "bad_request"),
+        ("gpt", {"ids": PROMPT, "max_new_tokens": 0}, "bad_request"),
+        ("gpt", {"ids": PROMPT, "max_new_tokens": 1000}, "context_length_exceeded"),
+        ("gpt", {"ids": PROMPT, "strategy": "row", "devices": ["a", "b"]}, "config"),
     ):
         _, answer = user.ask(model, {"id": f"wrong-{code}", **request})
         assert (answer["id"], answer["error"]["code"]) == (f"wrong-{code}", code)
@@ -283,6 +268,7 @@ def _check(site, pending):
 def test_an_agent_killed_while_it_computes_costs_no_answer(site, ready):
     spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", timeout_s=PATIENCE_S)
     assert set(spread.plan["devices"]) == {"a", "b"}
+    assert spread.plan["route"] == ("mesh" if mesh_possible() else "broker")
     pending = _many(ready, 24, strategy="block")
     pending[0][1].result(PATIENCE_S)
     site.kill("b")

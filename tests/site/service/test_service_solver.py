@@ -11,7 +11,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 from programs import run_python
-from scripted_site import Site
+from scripted_site import Site, preparing
 from sites import FAMILIES, plan
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -39,9 +39,7 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 
 def settled(*names):
     """Return a site with an active plan from a whole search."""
-    site = Site(searches=False)
-    site.join(*names)
-    site.tick(1.1)
+    site = preparing(*names, searches=False)
     site.event(solve(site.solves[-1]))
     site.ready()
     return site
@@ -76,9 +74,7 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
 
 
 def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something():
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
+    site = preparing("a", "b", searches=False)
     assert site.solves[-1].kind is SearchKind.WHOLE
     site.event(interface.Solved("m", site.solves[-1].ticket, None, None))
     site.submit("r1", pins=Pins(strategy="row"))
@@ -118,9 +114,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs():
 
 
 def test_a_hurried_search_knows_the_plan_that_has_lost_a_device():
-    site = Site(searches=False)
-    site.join("a", "b", "c")
-    site.tick(1.1)
+    site = preparing("a", "b", "c", searches=False)
     first = site.solves[-1]
     pinned = replace(first.question, strategy="row", options={"variant": "kv"}, devices=("a", "b", "c"))
     site.event(solve(replace(first, question=pinned)))
@@ -197,9 +191,7 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog):
 
 
 def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for():
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(1.1)
+    site = preparing("a", "b", searches=False)
     search = site.solves[-1]
     last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
     wanted = next(c.plan for c in last.ranking if c.name != last.chosen.name)

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import ssl
 import subprocess
+import uuid
 
 import pytest
 from broker_kinds import broker_of
@@ -53,6 +54,12 @@ def mosquitto():
     """The broker that Hepti chooses, for what does not depend on its kind."""
     with start_broker() as running:
         yield running
+
+
+@pytest.fixture
+def topic():
+    """A topic of the test's own."""
+    return f"t/{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from broker_kinds import needs_mosquitto, outer_address
+from broker_kinds import outer_address
 from limited_broker import mosquitto_with
 from relay import Relay
 from site_processes import Voice
@@ -29,16 +29,6 @@ from hepti_mqtt.transport.url import BrokerUrl
 TOPIC = "hepti/v1/home/dev/pi/probe"
 WANTED = 100
 LIMIT = 2_000_000
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-@needs_mosquitto
-def test_the_limit_of_a_broker_is_found(protocol):
-    with start_broker(max_packet_bytes=100_000) as limited:
-        packet_bytes = largest_packet(
-            BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
-        )
-    assert 100_000 * 15 / 16 <= packet_bytes <= 100_000
 
 
 def test_no_packet_at_the_border_costs_a_connection(tmp_path):

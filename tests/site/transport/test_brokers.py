@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 
 import pytest
 
@@ -22,11 +21,6 @@ def connect(request, broker, peers):
     if broker.kind == "amqtt" and request.param == "5":
         pytest.skip("amqtt speaks MQTT 3.1.1 only")
     return lambda url=broker.url, **how: peers(url, **CONNECTIONS[request.param], **how)
-
-
-@pytest.fixture
-def topic():
-    return f"t/{uuid.uuid4().hex}"
 
 
 def test_messages_of_any_size_arrive_unchanged_and_in_order(connect, topic):

@@ -7,28 +7,20 @@ import queue
 import resource
 import socket
 import threading
-import uuid
 from types import SimpleNamespace
 
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import poll
+from site_processes import PATIENCE_S, poll
 
 from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected, Will
 from hepti_mqtt.transport.sockets import connect_any, local
 
-PATIENCE_S = 20.0
-
 
 @pytest.fixture(params=[4, pytest.param(5, marks=needs_mosquitto)], ids=["3.1.1", "5"])
 def protocol(request):
     return request.param
-
-
-@pytest.fixture
-def topic():
-    return f"kept/{uuid.uuid4().hex[:8]}"
 
 
 def test_an_absent_broker_is_named_and_connect_may_be_tried_again(peers):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import uuid
 
 import numpy as np
 import pytest
+from programs import PATIENCE_S
 
 from hepti_mqtt.core.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
@@ -16,13 +16,6 @@ from hepti_mqtt.transport.codec import Connect, publish_head
 from hepti_mqtt.transport.link import Link, Lost
 from hepti_mqtt.transport.sockets import Wake, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
-
-PATIENCE_S = 20.0
-
-
-@pytest.fixture
-def topic():
-    return f"t/{uuid.uuid4().hex}"
 
 
 @pytest.fixture

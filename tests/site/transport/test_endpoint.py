@@ -27,38 +27,33 @@ IN_311, IN_5 = b"\x20\x02\0\0", b"\x20\x10\0\0\x0d\x24\0\x25\0\x29\0\x2a\0\x27\0
 PING, PONG = b"\xc0\0", b"\xd0\0"
 
 
-def session(version=4):
-    """Return a guest that is in."""
-    new_session = ClientSession(Anybody())
-    new_session.feed(connect(version=version))
-    return new_session
+def opened(packets):
+    """Return a new session and its answer to packets."""
+    session = ClientSession(Anybody())
+    return session, session.feed(packets)
+
+
+def joined(version=4):
+    """Return a session whose client has come in."""
+    return opened(connect(version=version))[0]
 
 
 @pytest.mark.parametrize(("version", "answer"), [(4, IN_311), (5, IN_5)])
 def test_a_known_user_comes_in(version, answer):
-    client_session = ClientSession(Anybody())
-    assert client_session.feed(connect(version=version)) == answer
-    assert (client_session.version, client_session.user, client_session.client, client_session.over) == (
-        version,
-        "b",
-        "b",
-        False,
-    )
+    session, said = opened(connect(version=version))
+    assert said == answer
+    assert (session.version, session.user, session.client, session.over) == (version, "b", "b", False)
 
 
 def test_a_client_of_version_5_without_a_name_is_given_one():
-    first, second = ClientSession(Anybody()), ClientSession(Anybody())
-    names = [
-        client_session.feed(connect(client="", version=5)).split(b"client-")[1] for client_session in (first, second)
-    ]
-    assert names[0] != names[1]
+    first, second = (opened(connect(client="", version=5))[1].split(b"client-")[1] for _ in range(2))
+    assert first != second
 
 
 def test_a_client_of_version_3_without_a_name_must_want_a_clean_session():
-    assert ClientSession(Anybody()).feed(connect(client="")) == IN_311
-    new_session = ClientSession(Anybody())
-    assert new_session.feed(connect(client="", flags=0xC0)) == b"\x20\x02\0\x02"
-    assert new_session.over
+    assert opened(connect(client=""))[1] == IN_311
+    session, answer = opened(connect(client="", flags=0xC0))
+    assert (answer, session.over) == (b"\x20\x02\0\x02", True)
 
 
 REFUSED = [
@@ -75,20 +70,17 @@ REFUSED = [
 
 @pytest.mark.parametrize(("packets", "answer"), REFUSED)
 def test_who_is_refused_is_told_and_closed(packets, answer):
-    client_session = ClientSession(Anybody())
-    assert client_session.feed(packets + subscribe("x/#")) == answer
-    assert (client_session.over, client_session.version, client_session.filters) == (True, 0, set())
+    session, said = opened(packets + subscribe("x/#"))
+    assert (said, session.over, session.version, session.filters) == (answer, True, 0, set())
 
 
 def test_wills_keep_alive_and_limits_of_a_client_are_understood():
-    client_session = ClientSession(Anybody())
-    assert client_session.feed(connect(flags=0xC6, keepalive_s=10, will=text("w") + text("gone"))) == IN_311
-    assert client_session.silence_s == 15.0
-    client_session = ClientSession(Anybody())
+    session, answer = opened(connect(flags=0xC6, keepalive_s=10, will=text("w") + text("gone")))
+    assert (answer, session.silence_s) == (IN_311, 15.0)
     own = b"\x27\0\0\x10\0" + b"\x11\0\0\0\x09" + b"\x26" + text("a") + text("b")
     will = b"\x05\x18\0\0\0\x01" + text("w") + text("gone")
-    assert client_session.feed(connect(version=5, flags=0xC6, properties=own, will=will)) == IN_5
-    assert (client_session.largest_bytes, client_session.silence_s) == (4096, float("inf"))
+    session, answer = opened(connect(version=5, flags=0xC6, properties=own, will=will))
+    assert (answer, session.largest_bytes, session.silence_s) == (IN_5, 4096, float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -99,21 +91,21 @@ def test_wills_keep_alive_and_limits_of_a_client_are_understood():
     ],
 )
 def test_subscriptions_are_granted_one_by_one(version, own, granted, left):
-    client_session = session(version)
+    session = joined(version)
     packets = subscribe("x/a", "y/a", "x/a#", packet_id=258, version=version, **own)
-    assert client_session.feed(packets) == granted
-    assert client_session.filters == {"x/a"}
-    assert client_session.feed(unsubscribe("x/a", "x/b", version=version)) == left
-    assert client_session.filters == set()
+    assert session.feed(packets) == granted
+    assert session.filters == {"x/a"}
+    assert session.feed(unsubscribe("x/a", "x/b", version=version)) == left
+    assert session.filters == set()
 
 
 @pytest.mark.parametrize(("version", "code"), [(4, 0x80), (5, 0x97)])
 def test_filters_are_limited(version, code):
-    client_session = session(version)
+    session = joined(version)
     for i in range(MAX_FILTERS):
-        assert client_session.feed(subscribe(f"x/{i}", version=version))[-1] == 0
-    assert client_session.feed(subscribe("x/more", "x/0", version=version))[-2:] == bytes((code, 0))
-    assert len(client_session.filters) == MAX_FILTERS
+        assert session.feed(subscribe(f"x/{i}", version=version))[-1] == 0
+    assert session.feed(subscribe("x/more", "x/0", version=version))[-2:] == bytes((code, 0))
+    assert len(session.filters) == MAX_FILTERS
 
 
 MALFORMED = {
@@ -143,10 +135,10 @@ MALFORMED = {
 
 @pytest.mark.parametrize("packets", MALFORMED.values(), ids=MALFORMED)
 def test_who_breaks_the_rules_before_coming_in_is_closed(packets):
-    client_session = ClientSession(Anybody())
+    session = ClientSession(Anybody())
     with pytest.raises(Malformed):
-        client_session.feed(packets)
-    assert not client_session.version
+        session.feed(packets)
+    assert not session.version
 
 
 NOT_FOR_ENDPOINTS = {
@@ -174,18 +166,18 @@ NOT_FOR_ENDPOINTS = {
 
 @pytest.mark.parametrize("packets", NOT_FOR_ENDPOINTS.values(), ids=NOT_FOR_ENDPOINTS)
 def test_what_a_subscriber_may_not_send(packets):
-    client_session = session()
+    session = joined()
     with pytest.raises(Malformed):
-        client_session.feed(packets)
+        session.feed(packets)
 
 
 def test_what_is_kept_of_an_unfinished_packet_is_bounded():
-    client_session = session()
-    client_session.feed(b"\x82\xff\x7f")
+    session = joined()
+    session.feed(b"\x82\xff\x7f")
     for _ in range(8):
-        client_session.feed(bytes(2047))
+        session.feed(bytes(2047))
     with pytest.raises(Malformed):  # 16,383 bytes of it are zeros: no packet id
-        client_session.feed(bytes(2047))
+        session.feed(bytes(2047))
     assert MAX_ASKED == 16_384
 
 

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import socket
-import subprocess
 import threading
 from types import SimpleNamespace
 
 import pytest
-from broker_kinds import mosquitto_or_skip
-from site_processes import PATIENCE_S, Site
+from limited_broker import mosquitto_with
+from site_processes import PATIENCE_S, Site, free_port, listens, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import NetworkError
-from hepti_mqtt.embedded_broker.broker import configuration
 from hepti_mqtt.transport.base import Connected, Disconnected
 
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory):
     """The ports of a Mosquitto for MQTT and for WebSockets; skips the tests where its package has none of these."""
-    program, root = mosquitto_or_skip(), tmp_path_factory.mktemp("websocket")
-    with contextlib.ExitStack() as stack:
-        mqtt, websocket = (
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)
-        )
-    text = configuration(
-        "127.0.0.1", mqtt, user=getpass.getuser(), stored_in=f"{root}/", password_file=None, max_packet_bytes=None
-    )
-    path = root / "mosquitto.conf"
-    path.write_text(
-        f"{text}log_type information\nlistener {websocket} 127.0.0.1\nprotocol websockets\nallow_anonymous true\n"
-    )
-    with subprocess.Popen([program, "-c", path], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            lines = iter(process.stderr.readline, "")
-            if not any("running" in line for line in lines):
-                pytest.skip("this Mosquitto has no WebSockets")
-            yield mqtt, websocket
-        finally:
-            process.terminate()
+    websocket, directory = free_port(), tmp_path_factory.mktemp("websocket")
+    lines = (f"listener {websocket} 127.0.0.1", "protocol websockets", "allow_anonymous true")
+    with mosquitto_with(directory, *lines, needs="WebSockets") as broker:
+        poll(lambda: listens(websocket), "the second listener")
+        yield broker.port, websocket
 
 
 @pytest.fixture
