@@ -126,6 +126,7 @@ class Swarm:
         self.errors: dict[object, list[HeptiError]] = {}
         self.notes: list[planner_commands.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
+        self.work: list[frames.Frame] = []  # work frames of the planner
         self.lost_filter: Callable[[str, str], bool] = lambda topic, target: False
         for name, (flops, memory) in devices.items():
             self.join(name, flops, memory)
@@ -165,6 +166,8 @@ class Swarm:
     def _planner_command(self, command: planner_commands.CoordinatorCommand) -> None:
         if isinstance(command, interface.Publish):
             self._count(command)
+            if "/work/" in command.topic:
+                self.work.append(frames.decode(command.payload))
             for name, host in self.hosts.items():
                 if command.topic in {self.planner.topics.command(name), *host.works}:
                     self._to_host(name, command)
