@@ -109,6 +109,24 @@ class Client:
         return Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0)
 
 
+class Unfinished(Client):
+    """Gives its streams to the test: each has a first text, if there is one, and fails if there is an error."""
+
+    def __init__(self, first: str = "", error: Exception | None = None) -> None:
+        super().__init__()
+        self.first, self.error, self.streams = first, error, list[AnswerStream]()
+
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.asked.append(request)
+        stream = AnswerStream(put)
+        if self.first:
+            put({"index": 0, "token": 7, "text": self.first})
+        if self.error is not None:
+            stream.set_exception(self.error)
+        self.streams.append(stream)
+        return stream
+
+
 CARD = {
     "task": "generation", "architecture": "llama", "context": 2048, "parameters": 135_000_000, "bytes": 270_000_000,
     "dtype": "q8_0", "digest": "ab" * 32, "modified": 1.7e9, "chat": True, "tools": True, "thinking": False,

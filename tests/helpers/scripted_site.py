@@ -106,7 +106,7 @@ class Site:
         recalls: bool = False,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret, recalls=recalls)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret, recalls=recalls, checks=True)
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
@@ -122,7 +122,6 @@ class Site:
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
-        self.session.assert_invariants()
         for command in out:
             self._note(command)
         self.commands += out

@@ -124,6 +124,7 @@ class Swarm:
         self.errors: dict[object, list[HeptiError]] = {}
         self.notes: list[coordinator_interface.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
+        self.work: list[frames.Frame] = []  # work frames of the planner
         self.lost_filter: Callable[[str, str], bool] = lambda topic, target: False
         for name, (flops, memory) in devices.items():
             self.join(name, flops, memory)
@@ -163,6 +164,8 @@ class Swarm:
     def _planner_command(self, command: coordinator_interface.CoordinatorCommand) -> None:
         if isinstance(command, interface.Publish):
             self._count(command)
+            if "/work/" in command.topic:
+                self.work.append(frames.decode(command.payload))
             for name, host in self.hosts.items():
                 if command.topic in {self.planner.topics.command(name), *host.works}:
                     self._to_host(name, command)

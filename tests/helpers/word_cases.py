@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +48,26 @@ TEXTS = (
 )
 
 
-def bytes_tokenizer(*first: str) -> Tokenizer:
-    """Return a tokenizer whose tokens are bytes, so that a character may be several of them; first: tokens before."""
-    alphabet = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+def bytes_tokenizer(*words: str, added: Sequence[str] = (), special: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer whose tokens are bytes and a few words, so that a character may be several of them."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.add_tokens([*added])
+    tokenizer.add_special_tokens([*special])
     return tokenizer
+
+
+def sentence_piece(words: Sequence[str], special: Sequence[str], decoder: object = None) -> Tokenizer:
+    """Return a tokenizer of words with their spaces, and of bytes for all other text; by default Llama 2's decoder."""
+    pieces = [*special, *words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token=special[0]))
+    tokenizer.decoder = decoder or spaces(decoders.Strip(" ", 1, 0))
+    tokenizer.add_special_tokens([*special])
+    return tokenizer
+
+
+def spaces(*last: object) -> object:
+    """Return a decoder that turns marks into spaces and bytes into text, and then applies `last`."""
+    return decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last])

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from site_processes import client_of, running_site
-from tokenizers import AddedToken
 from word_cases import bytes_tokenizer
 
 from hepti_mqtt.checkpoint import make_model
@@ -33,12 +32,11 @@ TEMPLATE = (
 def talker(directory):
     """Make a tiny decoder that writes bytes, so that its text may follow a schema, with room for a call of a tool."""
     path = make_model("tiny-llama", directory, seed=3)
-    tokenizer = bytes_tokenizer("<s>", "</s>")
-    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer = bytes_tokenizer(special=["<s>", "</s>"])
     tokenizer.save(str(path / "tokenizer.json"))
     config = json.loads((path / "config.json").read_text())
     vocab, size = config["vocab_size"], tokenizer.get_vocab_size()
-    config |= {"vocab_size": size, "max_position_embeddings": 1024, "eos_token_id": 1, "bos_token_id": 0}
+    config |= {"vocab_size": size, "max_position_embeddings": 1024, "eos_token_id": size - 1, "bos_token_id": size - 2}
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     weights = load_file(path / "model.safetensors")

@@ -161,6 +161,8 @@ def test_a_planners_options_are_read():
     given = planner_options(*f"{flags} --strategy row --devices a,b --wire f16".split())
     pins = PinOptions("row", None, ("a", "b"), "f16")
     assert given == PlannerOptions({"m": Path("d"), "n": Path("e=f")}, pins, 3, 4, 2.5, 100.0, "none")
+    with pytest.raises(ConfigError):  # two models of one name
+        planner_options("--model", "m=a", "--model", "m=b")
 
 
 @pytest.mark.parametrize(
@@ -182,11 +184,6 @@ def test_pins_are_those_that_the_planner_takes():
     pins = PinOptions(None, None, ("a", "b"), None, "f16", route="mesh", objective="throughput").to_pins()
     assert (pins.devices, pins.weight_dtype, pins.route, pins.objective) == (("a", "b"), "f16", "mesh", "throughput")
     assert PinOptions(route="auto").to_pins().route is None
-
-
-def test_a_model_that_is_named_twice_is_refused():
-    with pytest.raises(ConfigError):
-        planner_options("--model", "m=a", "--model", "m=b")
 
 
 def test_numbers_come_as_they_are_written():

@@ -72,7 +72,7 @@ def test_under_a_quota_neither_waits_nor_the_time_between_requests_are_free(quot
     assert device.taken["between"] - before >= 8, "no run came when one was expected: requests may wait for this load"
 
 
-def test_long_work_is_paid_for_afterwards() -> None:
+def test_long_work_is_paid_for_afterwards_and_little_is_saved_up() -> None:
     """A Program that is built, or a kernel that is compiled, cannot be interrupted."""
     budget = Budget()
     budget.note(True, False, 100.0)
@@ -82,9 +82,6 @@ def test_long_work_is_paid_for_afterwards() -> None:
     budget.spend(1.0, 122.0)
     budget.note(False, True, 123.0)
     assert budget.pause_s(123.0) == 0, "what is there now is nobody's"
-
-
-def test_little_is_saved_up() -> None:
     budget = Budget()
     budget.note(True, False, 0.0)
     assert budget.pause_s(3600.0) == 0

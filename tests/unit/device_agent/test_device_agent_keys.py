@@ -78,7 +78,7 @@ def test_a_command_that_was_recorded_does_nothing_later(keyed):
 def test_work_without_the_plans_tag_is_dropped_and_answers_have_it(keyed):
     keyed.ready()
     shape, inputs, _ = shell_support.request()
-    for run_id, key in ((1, keys.UNKEYED), (2, replace_key(KEY)), (3, KEY)):
+    for run_id, key in ((1, keys.UNKEYED), (2, KEY._replace(key=b"l" * 32)), (3, KEY)):
         payload = frames.encode_work(PLAN.model, PLAN.version, run_id, shape, inputs, key=key)
         keyed.device.planes["control"].hear(shell_support.TOPICS.work("m", "d0"), payload)
         keyed.device.run()
@@ -86,10 +86,6 @@ def test_work_without_the_plans_tag_is_dropped_and_answers_have_it(keyed):
     sent = [frames.decode(payload) for payload in keyed.reports() if payload[:4] == frames.MAGIC]
     assert [frame.run_id for frame in sent] == [3, 3]
     assert all(frame.has_tag(KEY) for frame in sent)
-
-
-def replace_key(key):
-    return key._replace(key=b"l" * 32)
 
 
 def test_the_planner_reads_its_reports_and_nobody_else_can_write_them(keyed):

@@ -24,15 +24,7 @@ from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Endpoint, Heartbeat, Peer, encode_heartbeat
 from hepti_mqtt.protocol.plausible import MAX_PEERS
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.runtime.worker.interface import (
-    AllowPeers,
-    FrameIn,
-    JoinPeers,
-    LeavePeers,
-    PeerJoined,
-    PeerLost,
-    PeerRefused,
-)
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.transport.sockets import mesh_possible
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -70,13 +62,13 @@ class Pair:
 
     def introduce(self) -> None:
         for one, other, out, back in ((self.a, self.b, "1", "2"), (self.b, self.a, "2", "1")):
-            one.links.admit(AllowPeers("m", EPOCH, (other.peer(out, back),)))
-            one.links.join(JoinPeers("m", EPOCH, (other.peer(out, back),)))
-        joined = [PeerJoined(d.name, "m", EPOCH) for d in (self.b, self.a)]
+            one.links.admit(interface.AllowPeers("m", EPOCH, (other.peer(out, back),)))
+            one.links.join(interface.JoinPeers("m", EPOCH, (other.peer(out, back),)))
+        joined = [interface.PeerJoined(d.name, "m", EPOCH) for d in (self.b, self.a)]
         self.until(lambda: joined[0] in self.a.events and joined[1] in self.b.events, "both are joined")
 
     def frames(self, device: Device) -> list[Frame]:
-        return [event.frame for event in device.events if isinstance(event, FrameIn)]
+        return [event.frame for event in device.events if isinstance(event, interface.FrameIn)]
 
 
 @pytest.fixture
@@ -101,7 +93,10 @@ def test_a_frame_comes_as_a_view_of_aligned_memory_and_the_next_as_arrivals_all_
         head, body = tensor("a", array=ARRAY + number)
         command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
         pair.a.links.publish(command)
-    pair.until(lambda: len([e for e in pair.b.events if isinstance(e, FrameIn | TensorArrival)]) == 3, "all have come")
+    pair.until(
+        lambda: len([e for e in pair.b.events if isinstance(e, interface.FrameIn | TensorArrival)]) == 3,
+        "all have come",
+    )
     (frame,) = pair.frames(pair.b)
     assert (frame.source, frame.layer, frame.node) == ("a", 2, 3)
     arrivals = [event for event in pair.b.events if isinstance(event, TensorArrival)]
@@ -123,7 +118,7 @@ def test_a_tensor_of_any_size_that_a_frame_can_have_comes(pair: Pair) -> None:
     pair.a.links.publish(Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body))
     pair.until(lambda: pair.frames(pair.b), "the frame has come")
     np.testing.assert_array_equal(pair.frames(pair.b)[0].array(), array)
-    assert not any(isinstance(event, PeerLost) for event in pair.b.events)
+    assert not any(isinstance(event, interface.PeerLost) for event in pair.b.events)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +137,15 @@ def test_what_contradicts_its_topic_or_its_sender_is_dropped(pair: Pair, source:
 
 
 def test_a_wrong_token_is_refused_and_the_end_of_an_epoch_ends_the_connection(pair: Pair) -> None:
-    pair.b.links.join(JoinPeers("m", EPOCH, (pair.a.peer("wrong", ""),)))
-    pair.a.links.admit(AllowPeers("m", EPOCH, (pair.b.peer("", "right"),)))
-    pair.until(lambda: any(isinstance(e, PeerRefused) for e in pair.b.events), "b is refused")
-    pair.b.links.leave(LeavePeers("m", EPOCH))
+    pair.b.links.join(interface.JoinPeers("m", EPOCH, (pair.a.peer("wrong", ""),)))
+    pair.a.links.admit(interface.AllowPeers("m", EPOCH, (pair.b.peer("", "right"),)))
+    pair.until(lambda: any(isinstance(e, interface.PeerRefused) for e in pair.b.events), "b is refused")
+    pair.b.links.leave(interface.LeavePeers("m", EPOCH))
     assert not pair.b.links.has_peers
-    pair.b.links.join(JoinPeers("m", EPOCH, (pair.a.peer("right", ""),)))
-    pair.until(lambda: PeerJoined("a", "m", EPOCH) in pair.b.events, "b is in")
-    pair.a.links.leave(LeavePeers("m", EPOCH))
-    pair.until(lambda: any(isinstance(e, PeerLost) for e in pair.b.events), "b is out")
+    pair.b.links.join(interface.JoinPeers("m", EPOCH, (pair.a.peer("right", ""),)))
+    pair.until(lambda: interface.PeerJoined("a", "m", EPOCH) in pair.b.events, "b is in")
+    pair.a.links.leave(interface.LeavePeers("m", EPOCH))
+    pair.until(lambda: any(isinstance(e, interface.PeerLost) for e in pair.b.events), "b is out")
 
 
 def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
@@ -167,7 +162,7 @@ def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
     assert pair.a.links.probes.link_reports()["b"].round_trip_s > 0
     assert not pair.frames(pair.a) + pair.frames(pair.b), "probes are no frames of a request"
     assert pair.a.links.tensor_traffic == pair.b.links.tensor_traffic == (0, 0), "nor do they say what tensors cost"
-    pair.a.links.leave(LeavePeers("m", EPOCH))
+    pair.a.links.leave(interface.LeavePeers("m", EPOCH))
     pair.a.links.probe(time.perf_counter(), busy=False)
     assert not pair.a.links.probes.link_reports()
 
@@ -175,9 +170,9 @@ def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
 def test_a_heartbeat_tells_of_no_more_peers_than_it_can_and_first_of_those_that_are_there(pair: Pair) -> None:
     links, place = pair.a.links, Endpoint("127.0.0.1", pair.b.links.mesh.port)
     for n in range(MAX_PEERS + 6):
-        links.join(JoinPeers("m", PlanVersion(1, n), (Peer(f"d{n}", place, "1", ""),)))
+        links.join(interface.JoinPeers("m", PlanVersion(1, n), (Peer(f"d{n}", place, "1", ""),)))
         if n not in (0, 1):
-            links.leave(LeavePeers("m", PlanVersion(1, n)))
+            links.leave(interface.LeavePeers("m", PlanVersion(1, n)))
     told = links.peer_stats()
     assert set(told) == {"d0", "d1", *(f"d{n}" for n in range(8, MAX_PEERS + 6))}
     encode_heartbeat(Heartbeat(1, 1, 0.0, 1, None, None, None, 1.0, 1, {}, {}, told))

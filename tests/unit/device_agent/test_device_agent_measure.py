@@ -53,12 +53,9 @@ def curves(workers):
         return measure(workers, 1 << 30)
 
 
-def caps(curves):
-    return Caps("d1", 1, 1, 1, 1, 1, "x", "0", curves, 0, 5)
-
-
 def test_the_planner_can_read_it_after_the_wire(curves):
-    profile = profile_from_caps("d1", decode_caps(encode_caps(caps(curves))).curves, 1e9, 1.0)
+    caps = Caps("d1", 1, 1, 1, 1, 1, "x", "0", curves, 0, 5)
+    profile = profile_from_caps("d1", decode_caps(encode_caps(caps)).curves, 1e9, 1.0)
     assert len(profile.linear) >= 1
     for curve in profile.linear:
         assert [rows for rows, _ in curve.points] == list(measuring.ROWS)

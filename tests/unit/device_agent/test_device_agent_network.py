@@ -11,12 +11,7 @@ from device_agent_support import MODEL, ListTransport, sha
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from device_agent.network import (
-    Network,
-    OwnStatus,
-    PlaneState,
-    PlannerStatus,
-)
+from device_agent.network import Network, OwnStatus, PlaneState, PlannerStatus
 from device_agent.probes import Prober
 from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.errors import WireError

@@ -34,10 +34,7 @@ def manifest_of(spec: Spec) -> bytes:
 
 @pytest.mark.parametrize(
     ("spec", "method", "devices"),
-    [
-        (quantised(spec_of_kind("qwen3-30b-a3b", 1), "q4"), "decoder", 4),
-        (spec_of_kind("bert-base", 4), "megatron", 2),
-    ],
+    [(quantised(spec_of_kind("qwen3-30b-a3b", 1), "q4"), "decoder", 4), (spec_of_kind("bert-base", 4), "megatron", 2)],
     ids=["mixture in blocks", "bert"],
 )
 def test_tables_of_a_load_take_what_is_counted(spec: Spec, method: str, devices: int) -> None:

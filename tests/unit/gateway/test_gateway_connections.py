@@ -5,11 +5,10 @@ import socket
 
 import pytest
 import uvicorn
-from gateway_client import Client
+from gateway_client import Unfinished
 from uvicorn.server import ServerState
 
 from hepti_mqtt.cli.gateway import listen
-from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.connections import LEAST_BYTES_PER_S, STALLED_S, Connection
 from hepti_mqtt.gateway.site import Site
@@ -94,37 +93,28 @@ CASES = {
 }  # fmt: skip
 
 
-class Endless(Client):
-    """Writes a text that does not end."""
-
-    def stream(self, model, request, put):
-        self.text = AnswerStream(put)
-        put({"index": 0, "token": 7, "text": "x"})
-        return self.text
-
-
 async def text_of_who_reads_nothing():
     """Return the text of a chat whose client reads nothing."""
-    client = Endless()
+    client = Unfinished("x")
     connection, transport = connected(create_app(Site(client, 600.0)))
     body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.data_received(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    while not hasattr(client, "text"):
+    while not client.streams:
         await asyncio.sleep(0)
     connection.pause_writing()
     begun, transport.unread = asyncio.get_running_loop().time(), 1e6
     for number in range(1, LONG):
-        client.text.put({"index": number, "token": 7, "text": "x"})
+        client.streams[0].put({"index": number, "token": 7, "text": "x"})
         await asyncio.sleep(0)
         connection.sweep(begun + number * STEP_S)
     assert transport.aborted
     connection.connection_lost(None)
     for _ in range(1000):
-        if client.text.cancelled():
+        if client.streams[0].cancelled():
             break
         await asyncio.sleep(0)
-    return client.text
+    return client.streams[0]
 
 
 def test_the_text_of_a_client_who_reads_nothing_is_taken_back():

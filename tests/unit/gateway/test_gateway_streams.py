@@ -4,42 +4,13 @@ import asyncio
 import json
 
 import pytest
-from gateway_client import CHAT, GENERATE, NEEDED, OLLAMA, TEXT, WRITTEN, Client, events, http_of
+from gateway_client import CHAT, GENERATE, NEEDED, OLLAMA, TEXT, WRITTEN, Unfinished, events, http_of
 from starlette.testclient import TestClient
 
-from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.core.errors import DeadlineError, HeptiError, PlanError, RemoteError
 from hepti_mqtt.gateway import site as site_module
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import Site
-
-
-class Failing(Client):
-    """Writes a token and ends with an error, or with what is no error of Hepti's."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def stream(self, model, request, put):
-        stream = AnswerStream(put)
-        put({"index": 0, "token": 7, "text": "Light"})
-        stream.set_exception(self.error)
-        return stream
-
-
-class Silent(Client):
-    """Gives its streams to the test."""
-
-    def __init__(self):
-        super().__init__()
-        self.streams = []
-
-    def stream(self, model, request, put):
-        self.asked.append(request)
-        self.streams.append(AnswerStream(put))
-        return self.streams[-1]
-
 
 FAILURES = [
     *((path, DeadlineError("late"), "deadline", 504) for path in (CHAT, TEXT, OLLAMA, GENERATE)),
@@ -51,7 +22,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("path", "error", "code", "status"), FAILURES)
 def test_a_stream_that_fails_ends_with_its_cause(path, error, code, status):
-    http = http_of(Failing(error))
+    http = http_of(Unfinished("Light", error))
     answer = http.post(path, json={**NEEDED[path], "stream": True})
     assert answer.status_code == 200
     assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
@@ -70,7 +41,7 @@ def test_a_stream_that_fails_ends_with_its_cause(path, error, code, status):
 
 @pytest.mark.parametrize("path", [CHAT, OLLAMA])
 def test_a_client_that_leaves_a_stream_is_counted_and_ends_the_request(path):
-    client = Silent()
+    client = Unfinished()
     app = create_app(Site(client, 5.0))
     body = json.dumps({"model": "m", **NEEDED[path], "stream": True}).encode()
 
@@ -107,7 +78,7 @@ def test_a_client_that_leaves_a_stream_is_counted_and_ends_the_request(path):
 
 def test_a_stream_that_waits_says_so_until_its_limit(monkeypatch):
     monkeypatch.setattr(site_module, "PING_S", 0.001)
-    client = Silent()
+    client = Unfinished()
 
     async def wait():
         site = Site(client, 5.0, text_timeout_s=600.0)
@@ -128,7 +99,7 @@ def test_a_stream_that_waits_says_so_until_its_limit(monkeypatch):
 def test_pings_are_no_text(path, monkeypatch):
     monkeypatch.setattr(site_module, "PING_S", 0.001)
     body = {"model": "m", **NEEDED[path], "stream": True}
-    answer = TestClient(create_app(Site(Silent(), 0.004))).post(path, json=body)
+    answer = TestClient(create_app(Site(Unfinished(), 0.004))).post(path, json=body)
     *_, last = events(answer)
     assert [*last] == ["error"]
     assert events(answer)[0]["done"] is False if path == OLLAMA else ": ping\n\n" in answer.text

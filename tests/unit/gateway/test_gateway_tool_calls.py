@@ -77,16 +77,20 @@ def test_without_tools_all_is_text_at_once(text):
     assert parser.end() == ("", [])
 
 
-@pytest.mark.parametrize(("tool", "arguments"), [(TOOLS[0], {"door": 1}), ({"function": {"name": "open"}}, {})])
-def test_a_tool_without_parameters_is_called_without_arguments(tool, arguments):
+@pytest.mark.parametrize(
+    ("text", "tool", "arguments"),
+    [
+        ('{"name": "open", "arguments": {"door": 1}}', TOOLS[0], {"door": 1}),
+        ('{"name": "open", "arguments": {"door": 1}}', {"function": {"name": "open"}}, {}),  # it has no parameters
+        (
+            "call:open{door:<escape>a, b: }<escape>,wide:true,at:{x:1.5}}",  # Gemma's
+            TOOLS[0],
+            {"door": "a, b: }", "wide": True, "at": {"x": 1.5}},
+        ),
+    ],
+)
+def test_arguments_of_a_call(text, tool, arguments):
     parser = ToolText([tool])
-    parser.feed('{"name": "open", "arguments": {"door": 1}}')
+    parser.feed(text)
     _, (call,) = parser.end()
     assert json.loads(call.arguments) == arguments
-
-
-def test_gemmas_arguments_are_read_without_quotes():
-    parser = ToolText(TOOLS)
-    parser.feed("call:open{door:<escape>a, b: }<escape>,wide:true,at:{x:1.5}}")
-    _, (call,) = parser.end()
-    assert json.loads(call.arguments) == {"door": "a, b: }", "wide": True, "at": {"x": 1.5}}

@@ -112,13 +112,12 @@ def test_without_the_head_device_a_request_runs_again() -> None:
 
 def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
     site = ObservedSite("broker")
-    want = site.answer()
+    site.answer()
     (run_id,) = site.run_ids
     plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
     late = messages.LeaseTasks(plan.model, plan.version, run_id, (1,))
     assert host.session.handle(session.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
-    assert want.size
 
 
 @pytest.mark.parametrize(("route", "moment"), [("broker", 3), ("mesh", 11)])

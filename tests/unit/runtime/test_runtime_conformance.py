@@ -26,16 +26,8 @@ from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import DecoderSession, encode_work
 from hepti_mqtt.protocol.messages import Endpoint, Peer
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.runtime.worker.executor import pack
-from hepti_mqtt.runtime.worker.interface import (
-    AnalysePrepare,
-    BuildProgram,
-    FrameIn,
-    Loaded,
-    MessageIn,
-    PeerJoined,
-    Subscribed,
-)
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.strategies import STRATEGIES
@@ -129,11 +121,11 @@ class Driven:
         )
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
-            MessageIn(begun),
-            Loaded("m", VERSION, weights),
-            Subscribed("m", VERSION),
-            *(PeerJoined(peer.device, "m", VERSION) for peer in peers),
-            MessageIn(messages.Activate(2, "m", VERSION)),
+            interface.MessageIn(begun),
+            interface.Loaded("m", VERSION, weights),
+            interface.Subscribed("m", VERSION),
+            *(interface.PeerJoined(peer.device, "m", VERSION) for peer in peers),
+            interface.MessageIn(messages.Activate(2, "m", VERSION)),
         ):
             self.handle(event)
 
@@ -141,9 +133,9 @@ class Driven:
         """Hand an event to the session, and what it orders built at once; return what else it wants."""
         out = []
         for command in self.session.handle(event, self.now):
-            if isinstance(command, AnalysePrepare):
+            if isinstance(command, interface.AnalysePrepare):
                 out += self.handle(analyse(command, self.name, self.session.topics))
-            elif isinstance(command, BuildProgram):
+            elif isinstance(command, interface.BuildProgram):
                 out += self.handle(build(command, self.name, WORKERS))
             else:
                 out.append(command)
@@ -158,7 +150,7 @@ class Driven:
                     return
                 self.arrivals.popleft()
                 self.now += self.profile.frame_seconds(1, frame.nbytes, frame.route)
-                self.publish(self.handle(FrameIn(frames.decode(payload))), sent)
+                self.publish(self.handle(interface.FrameIn(frames.decode(payload))), sent)
             elif (step := self.session.next_step()) is not None:
                 ran, seconds = (step.run_id, step.place), self.seconds(step)
                 outgoing = step.run(ops=1)

@@ -202,7 +202,7 @@ def misfit(site: Site, run_id: int, rows: int) -> None:
 # -- delay ------------------------------------------------------------------------------------------------------------
 
 
-def test_requests_wait_for_others_at_most_for_the_delay() -> None:
+def test_requests_wait_for_others_at_most_for_the_delay_and_leave_time_until_the_deadline() -> None:
     site = settled("a", batching=Batching(4, 0.05), decider=everyone)
     site.submit("r0", 4)
     assert not site.work
@@ -212,18 +212,11 @@ def test_requests_wait_for_others_at_most_for_the_delay() -> None:
     site.tick(0.04)
     assert lengths(site, 1) == (4, 5)
     assert site.session.due_s == float("inf")
-
-
-def test_a_full_run_does_not_wait() -> None:
-    site = settled("a", batching=Batching(4, 0.05), decider=everyone)
+    site.answer(1)
     for i in range(4):
-        site.submit(f"r{i}", 4)
-    assert lengths(site, 1) == (4, 4, 4, 4)
+        site.submit(f"full{i}", 4)
     site.submit("long", 64)
-    assert lengths(site, 2) == (64,)
-
-
-def test_a_delay_leaves_time_until_the_deadline() -> None:
+    assert [lengths(site, run_id) for run_id in (2, 3)] == [(4, 4, 4, 4), (64,)], "full runs do not wait"
     site = settled("a", batching=Batching(4, 10.0), decider=everyone)
     site.submit("r", 4, within=12.0)
     assert site.session.due_s == pytest.approx(site.now + 2.0)

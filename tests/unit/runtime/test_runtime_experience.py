@@ -41,10 +41,9 @@ def two(predicted: Mapping[str, float], question: Question) -> Decision:
 class Timed(Site):
     """A site with given prices of plans and durations of runs."""
 
-    def __init__(self, predicted: Mapping[str, float] = PREDICTED_S, pins: Pins | None = None) -> None:
+    def __init__(self, predicted: Mapping[str, float], pins: Pins | None, room: bool) -> None:
         super().__init__(decider=partial(two, predicted), pins=pins)
-        self.count = 0
-        self.room = True
+        self.count, self.room = 0, room
 
     def solve(self, command: interface.Solve) -> None:
         if command.kind is SearchKind.HURRIED:  # for who would serve next: nobody, here
@@ -82,9 +81,9 @@ class Timed(Site):
         return plan.strategy
 
 
-def serving(predicted: Mapping[str, float] = PREDICTED_S, pins: Pins | None = None) -> Timed:
+def serving(predicted: Mapping[str, float] = PREDICTED_S, pins: Pins | None = None, room: bool = True) -> Timed:
     """Return a site that has its first plan."""
-    site = Timed(predicted, pins)
+    site = Timed(predicted, pins, room)
     site.join("a", "b")
     site.settle()
     return site
@@ -137,15 +136,15 @@ def test_what_may_be_faster_is_tried_once_and_runs_decide(row_s: float, ran: lis
     assert site.serve(row_s, 0.1, times=120) == ran[-1:], "what was tried once is not tried again"
 
 
-@pytest.mark.parametrize("pins", [Pins(strategy="single"), Pins(objective="memory")])
-def test_nothing_is_tried_where_the_method_is_pinned_or_time_is_not_what_counts(pins: Pins) -> None:
-    assert serving(CLOSE, pins).serve(0.05, 0.1, times=60) == ["single"]
-
-
-def test_nothing_is_tried_that_is_far_behind_or_does_not_fit_beside_what_serves() -> None:
-    assert serving({"single": 0.1, "row": 0.16}).serve(0.05, 0.1, times=60) == ["single"]
-    site = Timed(CLOSE)
-    site.room = False
-    site.join("a", "b")
-    site.settle()
-    assert site.serve(0.085, 0.1, times=60) == ["single"]
+@pytest.mark.parametrize(
+    ("row_s", "pins", "room"),
+    [
+        (0.104, Pins(strategy="single"), True),
+        (0.104, Pins(objective="memory"), True),
+        (0.16, None, True),  # far behind
+        (0.104, None, False),  # it does not fit beside the plan that serves
+    ],
+)
+def test_nothing_is_tried_that_is_pinned_far_behind_or_too_large_or_if_time_does_not_count(row_s, pins, room) -> None:
+    site = serving({"single": 0.1, "row": row_s}, pins, room)
+    assert site.serve(0.05, 0.1, times=60) == ["single"]

@@ -15,30 +15,8 @@ from hepti_mqtt.cost.loads import LoadRates, TileMap
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry
 from hepti_mqtt.protocol.messages import Endpoint, Status
-from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator import fleet, interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
-from hepti_mqtt.runtime.coordinator.fleet import (
-    BACKOFF_S,
-    CRASH_WINDOW_S,
-    DEBOUNCE_S,
-    LOAD_MAX_S,
-    MAX_MEMBERS,
-    MEMORY_FACTOR,
-    QUARANTINE_S,
-    RELAYED_S,
-    REPEAT_WINDOW_S,
-    RETURN_S,
-    SETBACKS,
-    SILENT_S,
-    STARTING_S,
-    TYPICAL_ROWS,
-    UNWANTED,
-    WILL_RECONNECT_S,
-    CrashBackoff,
-    Fleet,
-    LastWillDebounce,
-    peers_of,
-)
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.searches import RETRY_WHILE_EXPECTED_S
@@ -99,25 +77,21 @@ def test_no_prediction_stretches_the_time_after_which_a_run_is_overdue() -> None
 
 def test_invented_devices_are_forgotten_for_usable_ones() -> None:
     site = settled("a", "b")
-    for number in range(MAX_MEMBERS + 50):
+    site.receive("unknown", messages.PrepareFailed(1, "m", site.plan.version, "mesh", "", 0, ("a",)))
+    assert list(site.session.fleet.members) == ["a", "b"], "a message makes no member"
+    for number in range(fleet.MAX_MEMBERS + 50):
         name = f"invented{number}"
         site.event(interface.DeviceStatus(name, Status("online", 1)))
         site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
-    assert len(site.session.fleet.members) == MAX_MEMBERS
+    assert len(site.session.fleet.members) == fleet.MAX_MEMBERS
     assert set(site.session.fleet.usable()) == {"a", "b"}
     site.join("late")
     assert "late" in site.session.fleet.usable()
 
 
-def test_a_message_of_an_unknown_device_makes_it_no_member() -> None:
-    site = settled("a")
-    site.receive("unknown", messages.PrepareFailed(1, "m", site.plan.version, "mesh", "", 0, ("a",)))
-    assert list(site.session.fleet.members) == ["a"]
-
-
 def test_devices_beyond_the_limit_are_counted() -> None:
     site = Site(searches=False)
-    site.join(*(f"d{number}" for number in range(MAX_MEMBERS)))
+    site.join(*(f"d{number}" for number in range(fleet.MAX_MEMBERS)))
     site.join("beyond")
     assert "beyond" not in site.session.fleet.members
     assert site.session.counters["devices_beyond"] == 2
@@ -139,7 +113,7 @@ def test_a_device_with_heartbeats_that_does_not_compute_is_quarantined_each_time
     assert (set(first.devices), second.devices) == ({"a", "b"}, ("a",))
     site.answer(max(site.work))
     assert "r1" in site.answers
-    for _ in range(int(QUARANTINE_S)):
+    for _ in range(int(fleet.QUARANTINE_S)):
         assert site.plan.version == second.version
         site.tick(1)
     site.tick(1)
@@ -148,7 +122,7 @@ def test_a_device_with_heartbeats_that_does_not_compute_is_quarantined_each_time
     assert not site.session.fleet.unused_reasons()
     site.submit("r2")
     site.pass_by(12, 0.1)
-    assert site.session.fleet.members["b"].quarantined_until_s - site.now > 1.5 * QUARANTINE_S, "longer each time"
+    assert site.session.fleet.members["b"].quarantined_until_s - site.now > 1.5 * fleet.QUARANTINE_S, "longer each time"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +220,7 @@ def test_requests_wait_for_devices_that_may_join(wait: str) -> None:
         seconds, reporting = 2, ""
     elif wait == "after a loss":
         site.leave("a")
-        seconds, reporting = int(RETURN_S) - 1, ""
+        seconds, reporting = int(fleet.RETURN_S) - 1, ""
     else:
         starting(site, "a")
     site.submit("r1", within=600.0)
@@ -267,16 +241,16 @@ def test_the_wait_for_a_device_is_limited(end: str) -> None:
         site.leave("a")
     else:
         starting(site, "a")
-    site.submit("r1", within=2 * STARTING_S)
-    passes(site, min(SILENT_S, RETURN_S) - 1)
+    site.submit("r1", within=2 * fleet.STARTING_S)
+    passes(site, min(fleet.SILENT_S, fleet.RETURN_S) - 1)
     assert not site.errors
     if end == "it is gone":
         site.event(interface.DeviceStatus("a", Status("offline", 1)))
         site.tick(0.1)
     elif end == "it never ends":
-        passes(site, STARTING_S + 2, "a")
+        passes(site, fleet.STARTING_S + 2, "a")
     else:
-        passes(site, SILENT_S)
+        passes(site, fleet.SILENT_S)
     assert isinstance(site.errors["r1"], PlanError)
 
 
@@ -333,7 +307,7 @@ def test_a_device_that_crashes_again_under_a_plan_gets_less_memory_for_a_while(r
         site.settle()
     assert (memory(site, "b") < 1 << 30) is crashed
     assert memory(site, "a") == 1 << 30
-    passes(site, BACKOFF_S + 1)
+    passes(site, fleet.BACKOFF_S + 1)
     assert memory(site, "b") == 1 << 30
 
 
@@ -364,25 +338,25 @@ def test_a_device_that_hangs_has_not_crashed() -> None:
 
 
 def test_each_crash_doubles_the_limit_and_a_long_life_forgets_crashes() -> None:
-    backoff = CrashBackoff()
+    backoff = fleet.CrashBackoff()
     boots = iter(range(1, 100))
 
     def crash(needed_bytes: int, given_s: float, now: float) -> None:
         backoff.record_departure("a", next(boots), needed_bytes, given_s, now)
         backoff.record_return("a", next(boots), now)
 
-    crash(1000, 0.0, CRASH_WINDOW_S + 1.0)
+    crash(1000, 0.0, fleet.CRASH_WINDOW_S + 1.0)
     crash(1000, 100.0, 108.0)
     assert backoff.memory_limits(108.0) == {}, "only one plan was young"
     crash(1000, 110.0, 116.0)
-    assert backoff.memory_limits(116.0) == {"a": int(MEMORY_FACTOR * 1000)}
+    assert backoff.memory_limits(116.0) == {"a": int(fleet.MEMORY_FACTOR * 1000)}
     assert backoff.lift_expired(117.0) == []
     crash(750, 120.0, 126.0)
-    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S - 1.0) == {"a": int(MEMORY_FACTOR * 750)}
-    assert backoff.lift_expired(126.0 + 2 * BACKOFF_S) == ["a"]
-    assert backoff.lift_expired(127.0 + 2 * BACKOFF_S) == []
-    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S) == {}
-    backoff.lift_expired(127.0 + 2 * BACKOFF_S + REPEAT_WINDOW_S)
+    assert backoff.memory_limits(126.0 + 2 * fleet.BACKOFF_S - 1.0) == {"a": int(fleet.MEMORY_FACTOR * 750)}
+    assert backoff.lift_expired(126.0 + 2 * fleet.BACKOFF_S) == ["a"]
+    assert backoff.lift_expired(127.0 + 2 * fleet.BACKOFF_S) == []
+    assert backoff.memory_limits(126.0 + 2 * fleet.BACKOFF_S) == {}
+    backoff.lift_expired(127.0 + 2 * fleet.BACKOFF_S + fleet.REPEAT_WINDOW_S)
     crash(1000, 900.0, 901.0)
     assert backoff.memory_limits(901.0) == {}
 
@@ -395,7 +369,7 @@ class Debounced:
 
     def __init__(self) -> None:
         self.site = settled("a", "b", decider=everyone)
-        self.wills = LastWillDebounce(self.site.session)
+        self.wills = fleet.LastWillDebounce(self.site.session)
 
     def __call__(self, event: interface.CoordinatorEvent, at_s: float = 0.0) -> object:
         return self.wills.handle(event, self.site.now + at_s)
@@ -418,18 +392,18 @@ def test_wills_of_a_broker_that_ends_cost_no_plan() -> None:
     scene = Debounced()
     plan = scene.site.plan
     assert [scene.status(device) for device in "ab"] == [[], []]
-    scene(interface.BrokerState(online=False), DEBOUNCE_S / 2)
+    scene(interface.BrokerState(online=False), fleet.DEBOUNCE_S / 2)
     scene(interface.BrokerState(online=True), 1)
     for device in "ab":  # what the broker has retained
         scene.status(device, at_s=1.1)
-    scene(interface.Tick(), WILL_RECONNECT_S)
+    scene(interface.Tick(), fleet.WILL_RECONNECT_S)
     for device in "ab":
-        scene.status(device, "online", at_s=WILL_RECONNECT_S)
-    scene(interface.Tick(), 2 * WILL_RECONNECT_S)
+        scene.status(device, "online", at_s=fleet.WILL_RECONNECT_S)
+    scene(interface.Tick(), 2 * fleet.WILL_RECONNECT_S)
     assert scene.site.plan == plan
 
 
-@pytest.mark.parametrize(("reconnected", "held_s"), [(False, DEBOUNCE_S), (True, WILL_RECONNECT_S)])
+@pytest.mark.parametrize(("reconnected", "held_s"), [(False, fleet.DEBOUNCE_S), (True, fleet.WILL_RECONNECT_S)])
 def test_a_will_counts_after_its_delay(reconnected: bool, held_s: float) -> None:
     scene = Debounced()
     for online in (False, True) if reconnected else ():
@@ -455,7 +429,7 @@ def test_a_new_start_ends_the_delay_of_a_will() -> None:
 @pytest.mark.parametrize("devices", ["ab", "b"])
 def test_a_device_that_leaves_often_under_requests_is_quarantined_unless_it_is_the_only_one(devices: str) -> None:
     site = settled(*devices, decider=everyone)
-    for number in range(SETBACKS):
+    for number in range(fleet.SETBACKS):
         assert set(site.plan.devices) == {*devices}
         site.submit(f"r{number}")
         site.leave("b")
@@ -463,9 +437,9 @@ def test_a_device_that_leaves_often_under_requests_is_quarantined_unless_it_is_t
         site.settle()
         site.answer(max(site.work))
         site.settle()
-    assert len(site.answers) == SETBACKS
+    assert len(site.answers) == fleet.SETBACKS
     assert set(site.plan.devices) == {*devices[:1]}
-    site.pass_by(int(QUARANTINE_S) + 2)
+    site.pass_by(int(fleet.QUARANTINE_S) + 2)
     site.ready()
     assert set(site.plan.devices) == {*devices}
 
@@ -474,7 +448,7 @@ def test_a_device_that_refuses_every_plan_is_quarantined_before_requests_are_ref
     site = Site(decider=everyone)
     site.join("a", "b")
     site.submit("r1")
-    for _ in range(SETBACKS):
+    for _ in range(fleet.SETBACKS):
         site.tick(1.1)
         site.failed("b", "plan")
     site.tick(1.1)
@@ -504,7 +478,7 @@ def test_a_preparation_with_endless_progress_is_abandoned() -> None:
     site.join("a", "b")
     site.submit("r1", within=1e6)
     site.tick(1.1)
-    for _ in range(int(LOAD_MAX_S) + 30):
+    for _ in range(int(fleet.LOAD_MAX_S) + 30):
         site.ready("a")
         if site.plan is not None:
             break
@@ -522,14 +496,14 @@ SECRET = bytes(range(32))
 SECURE = replace(THERE, fingerprint="0f" * 32)
 
 
-def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Fleet:
-    members = Fleet(secret=SECRET if mesh else None)
+def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> fleet.Fleet:
+    members = fleet.Fleet(secret=SECRET if mesh else None)
     for name, endpoint in endpoints.items():
         start(members, name, 1, endpoint)
     return members
 
 
-def start(members: Fleet, name: str, boot: int, endpoint: Endpoint | None) -> None:
+def start(members: fleet.Fleet, name: str, boot: int, endpoint: Endpoint | None) -> None:
     members.record_caps(name, replace(caps(name, boot), endpoint=endpoint))
     members.record_status(name, Status("online", boot), 0.0)
 
@@ -556,7 +530,7 @@ def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_sta
     members = membership(a=THERE, b=THERE)
     members.record_unreachable("b", ("a", "nobody"), 10.0)
     assert members.relayed_pairs(10.0) == {("a", "b")}
-    assert members.relayed_pairs(10.0 + RELAYED_S) == set()
+    assert members.relayed_pairs(10.0 + fleet.RELAYED_S) == set()
     members.record_unreachable("b", ("a",), 10.0)
     start(members, "a", 2, THERE)
     assert members.relayed_pairs(11.0) == set()
@@ -564,29 +538,26 @@ def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_sta
 
 def test_each_pair_and_plan_version_has_its_own_tokens():
     members = membership(a=THERE, b=THERE, c=THERE)
-    peers = {d: {p.device: p for p in peers_of(mesh(), d, members)} for d in "abc"}
+    peers = {d: {p.device: p for p in fleet.peers_of(mesh(), d, members)} for d in "abc"}
     for one in "abc":
         for other in set("abc") - {one}:
             assert peers[one][other].token_in == peers[other][one].token_out != ""
     tokens = [p.token_in for each in peers.values() for p in each.values()]
     assert len(set(tokens)) == len(tokens) == 6
-    assert peers_of(mesh(), "a", members) == tuple(peers["a"].values()), "a repeated Prepare has the same tokens"
-    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members)
+    assert fleet.peers_of(mesh(), "a", members) == tuple(peers["a"].values()), "a repeated Prepare has the same tokens"
+    later = fleet.peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members)
     assert not {p.token_in for p in later} & set(tokens)
 
 
-def test_relayed_pairs_have_no_tokens_and_plans_over_the_broker_have_them_for_tiles():
+def test_pairs_have_tokens_for_tiles_too_unless_they_are_relayed_or_there_is_no_secret():
     members = membership(a=THERE, b=THERE, c=None)
-    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
+    (b,) = fleet.peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members) == peers_of(mesh(), "a", members)
-
-
-def test_without_a_secret_there_are_no_tokens():
-    members = membership(mesh=False, a=THERE, b=THERE)
+    assert fleet.peers_of(replace(mesh(), route="broker"), "a", members) == fleet.peers_of(mesh(), "a", members)
+    members = membership(mesh=False, a=THERE, b=THERE)  # the planner has no secret
     assert members.cluster({}).endpoints == frozenset()
-    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members))
+    assert all(not p.token_in and not p.token_out for p in fleet.peers_of(mesh(), "a", members))
 
 
 def test_plans_do_not_use_a_device_that_is_switched_off() -> None:
@@ -616,7 +587,7 @@ def test_requests_are_refused_if_all_devices_are_switched_off() -> None:
     site.join("a")
     site.tick(1.1)
     site.submit("r1")
-    assert UNWANTED in str(site.errors["r1"])
+    assert fleet.UNWANTED in str(site.errors["r1"])
     assert not site.session.fleet.expected(site.now)
 
 
@@ -637,7 +608,7 @@ def test_reported_tiles_count_for_the_served_manifest_until_the_next_start() -> 
         members.record_tiles(name, messages.CachedTiles("m", digest, bits, 2e8), served)
     assert {name: mask.tolist() for name, mask in members.cached("m").items()} == {"a": [True, False, True]}
     assert members.load_rates()["a"].read_bytes_per_s == 2e8
-    speed = members.cluster({}).devices["a"].speed(TYPICAL_ROWS)
+    speed = members.cluster({}).devices["a"].speed(fleet.TYPICAL_ROWS)
     received = LoadRates.expected(speed).receive_bytes_per_s
     assert members.load_rates()["a"].receive_bytes_per_s == received, "not measured yet"
     members.record_status("a", Status("online", 99, term=9), 1.0)

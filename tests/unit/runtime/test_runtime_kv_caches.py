@@ -70,12 +70,9 @@ def test_a_later_plan_of_the_same_layout_continues_the_caches_of_an_ended_one() 
     assert sessions.restore(*LATER, LAYOUT, 4096) == (), "each is continued once"
 
 
-def test_a_cache_that_a_run_was_writing_to_is_not_kept() -> None:
+def test_a_cache_that_a_run_was_writing_to_or_that_its_request_carries_is_not_kept() -> None:
     sessions = ended(1, 2, busy=frozenset({(*PLAN, 1)}))
     assert [s.number for s in sessions.restore(*LATER, LAYOUT, 4096)] == [2]
-
-
-def test_caches_of_what_a_request_carries_are_not_kept() -> None:
     sessions, carried = DecoderSessions(Counter()), {"k": STATES["k"], "seen": SlotSpec((9, 4), "f32")}
     sessions.arrays((*PLAN, 1), carried, SessionRun(0, 20, 64), 4096, frozenset())
     sessions.keep(*PLAN, LAYOUT, frozenset())

@@ -20,16 +20,13 @@ def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
     assert not pace.is_in_use(1e6)
 
 
-def test_a_wait_for_the_first_plan_is_no_part_of_the_pace() -> None:
+def test_neither_a_wait_for_the_first_plan_nor_a_pause_hides_the_pace() -> None:
     pace = RequestPace()
     pace.record_request(0.0, served=False)
     pace.begin_service(70.0)
     for number in range(1, 4):
         pace.record_request(70.0 + 2 * number)
     assert pace.period_s(76.0) == pytest.approx(2.0)
-
-
-def test_a_pause_does_not_hide_the_pace_of_the_requests_after_it() -> None:
     pace = RequestPace()
     for at_s in (0.0, 60.0, *(60.0 + 2 * n for n in range(1, 10))):
         pace.record_request(at_s)

@@ -15,6 +15,7 @@ from scripted_site import LOST_S, ROW, SPEC, Site, everyone, settled
 from hepti_mqtt.core.errors import OverloadedError, PlanError
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.runtime import machinery
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_S
 from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
@@ -23,14 +24,6 @@ from hepti_mqtt.runtime.coordinator.plans import PLANS, Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
 from hepti_mqtt.runtime.coordinator.runs import RUN_STATES
-from hepti_mqtt.runtime.machinery import (
-    MAX_TRANSITIONS,
-    IllegalStepError,
-    StateMachine,
-    StateTable,
-    Transition,
-    TransitionLog,
-)
 from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES
 from hepti_mqtt.strategies.plan_programs import programs_digest
 
@@ -55,7 +48,7 @@ ACTIONS = ("join", "leave", "tick", "tick", "tick", "ready", "ready", "submit", 
 ACTIONS += ("refuse", "solve", "pin", "silence", "searches")
 
 
-def walk(seed: int) -> Iterator[Transition]:
+def walk(seed: int) -> Iterator[machinery.Transition]:
     """Apply random events to a site, and yield the steps of its plans."""
     rng = random.Random(seed)
     site = Site(*(("m", "n") if rng.random() < 0.3 else ()), decider=everyone, searches=rng.random() < 0.7)
@@ -220,7 +213,7 @@ def illegal(site: Site) -> None:
 def test_in_service_a_plan_after_an_illegal_step_is_released_and_replaced(
     monkeypatch: pytest.MonkeyPatch, running: bool
 ) -> None:
-    monkeypatch.setattr(StateMachine, "strict", False)
+    monkeypatch.setattr(machinery.StateMachine, "strict", False)
     site = settled("a", decider=everyone)
     first = site.plan
     if running:
@@ -256,7 +249,7 @@ def test_a_ready_for_a_swapping_plan_does_not_count() -> None:
 
 # -- tables of states -------------------------------------------------------------------------------------------------
 
-DOOR = StateTable(
+DOOR = machinery.StateTable(
     name="door",
     states=("closed", "open", "gone"),
     first=("build", "closed"),
@@ -266,22 +259,22 @@ DOOR = StateTable(
 TABLES = (PLANS, RESIDENT_STATES, RUN_STATES, DOOR)
 
 
-def machine(table: StateTable = DOOR) -> tuple[StateMachine, TransitionLog, Counter[str]]:
-    story, counters = TransitionLog("tests"), Counter[str]()
-    return StateMachine(table, story, counters), story, counters
+def machine(table: machinery.StateTable = DOOR) -> tuple[machinery.StateMachine, machinery.TransitionLog, Counter[str]]:
+    story, counters = machinery.TransitionLog("tests"), Counter[str]()
+    return machinery.StateMachine(table, story, counters), story, counters
 
 
 @pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
-def test_a_step_is_in_the_table_or_illegal(table: StateTable) -> None:
+def test_a_step_is_in_the_table_or_illegal(table: machinery.StateTable) -> None:
     for state in table.states:
         for event in {event for steps in table.steps.values() for event in steps}:
             steps, story, counters = machine(table)
             if (after := table.steps[state].get(event)) is None:
-                with pytest.raises(IllegalStepError):
+                with pytest.raises(machinery.IllegalStepError):
                     steps.step("it", state, event, 1.0)
                 continue
             assert steps.step("it", state, event, 1.0, "so") == after
-            assert story.last() == (Transition(1.0, "it", state, event, after, "so"),)
+            assert story.last() == (machinery.Transition(1.0, "it", state, event, after, "so"),)
             assert not counters
 
 
@@ -302,14 +295,14 @@ def test_a_table_with_a_hole_is_refused(change: dict[str, object]) -> None:
         replace(DOOR, **change)
 
 
-@given(st.integers(0, 3 * MAX_TRANSITIONS), st.integers(0, 2 * MAX_TRANSITIONS))
+@given(st.integers(0, 3 * machinery.MAX_TRANSITIONS), st.integers(0, 2 * machinery.MAX_TRANSITIONS))
 def test_a_story_is_bounded_and_counts_all_transitions(count: int, wanted: int) -> None:
-    story = TransitionLog("doors")
+    story = machinery.TransitionLog("doors")
     for i in range(count):
-        story.append(Transition(float(i), f"door {i}", "closed", "push", "open"))
+        story.append(machinery.Transition(float(i), f"door {i}", "closed", "push", "open"))
     assert story.count == count
-    assert [t.now for t in story.last()] == list(range(max(count - MAX_TRANSITIONS, 0), count))
-    assert len(story.as_text()) == min(count, MAX_TRANSITIONS)
+    assert [t.now for t in story.last()] == list(range(max(count - machinery.MAX_TRANSITIONS, 0), count))
+    assert len(story.as_text()) == min(count, machinery.MAX_TRANSITIONS)
     assert story.last(wanted) == story.last()[max(len(story.last()) - wanted, 0) :]
 
 
@@ -375,8 +368,7 @@ def test_more_pins_are_refused_while_all_pinned_groups_are_in_use() -> None:
     site.serve("own")
 
 
-def without_room() -> tuple[Site, Plan]:
-    """Return a site whose default plan was evicted for that of r1, and the default plan."""
+def test_the_default_plan_returns_after_its_eviction_for_pins() -> None:
     site = settled("a", in_flight=1, decider=everyone)
     first = site.plan
     site.submit("before")
@@ -388,11 +380,6 @@ def without_room() -> tuple[Site, Plan]:
     assert "before" in site.answers
     assert ("a", first.version) in site.released()
     site.ready()
-    return site, first
-
-
-def test_the_default_plan_returns_after_its_eviction_for_pins() -> None:
-    site, first = without_room()
     site.answer(2)
     assert site.answers["r1"].plan.weight_dtype == "w8a8"
     site.tick(RESTORE_AFTER_S / 2)

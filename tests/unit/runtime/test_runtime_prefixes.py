@@ -78,14 +78,11 @@ def test_a_text_of_an_earlier_plan_goes_on_when_all_devices_of_a_plan_have_its_r
     assert reported(site, "b", (7, 50)) == []
     [_, text] = site.session.kv_caches.texts()
     assert (text.session, text.ids.tolist()) == ((now, 7), list(TEXT[:50])), "the rows that both of them have"
-
-
-def test_rows_that_one_device_has_lost_are_not_used():
     site = settled("a", "b", pins=ROW)
     site.session.kv_caches.recall([held(7, *TEXT, version=EARLIER), held(8, *TEXT, version=EARLIER)])
     reported(site, "a", (7, 60))
     reported(site, "b", (8, 60))
-    assert [text.session for text in site.session.kv_caches.texts()] == [(EARLIER, 7), (EARLIER, 8)]
+    assert [text.session for text in site.session.kv_caches.texts()] == [(EARLIER, 7), (EARLIER, 8)], "one device each"
 
 
 def test_texts_of_ended_plans_are_bounded():

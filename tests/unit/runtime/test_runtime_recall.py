@@ -107,7 +107,7 @@ def test_without_a_usable_recalled_plan_a_search_begins(why: str) -> None:
         pins = Pins(strategy="single")
     if why == "a plan that cannot be":
         shares = {kind: (*values, 1.0, 1.0) for kind, values in record.plan.shares.items()}
-        record = replace_plan(record, shares=shares, ranges={})
+        record = EarlierPlan(replace(record.plan, shares=shares, ranges={}), record.needs)
     site = restarted(None if why == "no record" else record, *("a" if why == "a device is away" else "ab"), pins=pins)
     search, site.searches = list(site.solves), True
     assert all(command.recalled for command in search) or why == "no record"
@@ -119,10 +119,6 @@ def test_without_a_usable_recalled_plan_a_search_begins(why: str) -> None:
         site.ready()
         assert site.plan is not None
     assert not site.errors
-
-
-def replace_plan(record: EarlierPlan, **changes: object) -> EarlierPlan:
-    return EarlierPlan(replace(record.plan, **changes), record.needs)  # type: ignore[arg-type]
 
 
 def test_only_a_valid_record_of_the_same_model_is_recalled() -> None:

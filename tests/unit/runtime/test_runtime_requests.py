@@ -43,7 +43,7 @@ def test_answer_carries_output_plan_and_counters() -> None:
     assert stats.dispatch_bytes > len(site.work[1].body)
 
 
-def test_a_request_for_a_forecast_is_answered_when_its_plan_is_active() -> None:
+def test_a_request_for_a_forecast_is_answered_when_its_plan_is_active_and_ends_without_one() -> None:
     site = settled("a", "b", decider=everyone)
     site.submit("r1", 8)
     site.submit("r2", 3, 5, pins=Pins("column", {}, ("a", "b")), computes=False)
@@ -56,9 +56,6 @@ def test_a_request_for_a_forecast_is_answered_when_its_plan_is_active() -> None:
     assert site.plan != answer.plan
     assert [(run.shape.tokens, run.compute_us, run.dispatch_bytes) for run in answer.stats] == [(3, {}, 0), (5, {}, 0)]
     assert list(site.work) == [1]
-
-
-def test_a_request_for_a_forecast_ends_without_a_plan() -> None:
     site = Site()
     site.submit("r1", computes=False, within=2.0)
     site.tick(10.0)

@@ -21,12 +21,7 @@ from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.next_batch import MAX_URGENT_SHAPES
 from hepti_mqtt.runtime.coordinator.plan_groups import MAX_PREBUILT_SHAPES
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.rollout import (
-    ENDS_S,
-    MAX_FAILED_PREPARATIONS,
-    REPEAT_PREPARE_S,
-    RETRY_S,
-)
+from hepti_mqtt.runtime.coordinator.rollout import ENDS_S, MAX_FAILED_PREPARATIONS, REPEAT_PREPARE_S, RETRY_S
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 
@@ -164,10 +159,7 @@ def test_a_report_of_a_device_outside_of_the_plan_changes_nothing(
     site = site_of_plan("a", "b", "c", pins=ROW)
     prepare, version = last_prepare(site)
     about = (prepare.transaction_id, "m", version)
-    reports = {
-        "ready": messages.Ready(*about, 5, b"otherone"),
-        "progress": messages.PrepareProgress(*about, 1, 2),
-    }
+    reports = {"ready": messages.Ready(*about, 5, b"otherone"), "progress": messages.PrepareProgress(*about, 1, 2)}
     stray = reports.get(report, messages.PrepareFailed(*about, report, "no", 0, ("a",)))
     for count in range(1, 9):
         assert site.receive("c", stray) == []
@@ -379,16 +371,12 @@ def test_queued_requests_are_foreseen_as_batches() -> None:
 # -- incompatible versions --------------------------------------------------------------------------------------------
 
 
-def other_version(site: Site, device: str) -> None:
-    prepare, version = last_prepare(site, device)
-    site.receive(device, messages.Ready(prepare.transaction_id, "m", version, 5, b"otherone"))
-
-
 def test_a_device_that_derives_other_programs_is_refused_until_it_restarts() -> None:
     site = site_of("b")
     site.submit("r")
     site.tick(1.1)
-    other_version(site, "b")
+    prepare, version = last_prepare(site, "b")
+    site.receive("b", messages.Ready(prepare.transaction_id, "m", version, 5, b"otherone"))
     site.tick(10.0)
     assert isinstance(site.errors["r"], PlanError), "there is no other device"
     (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]

@@ -23,25 +23,22 @@ USERS = 8
 LONG = 256  # tokens of a long prompt, in runs of at most 128
 
 
+def rows_of(frame: frames.Frame) -> int:
+    return sum(frames.decode_work(frame)[0].sizes)
+
+
 class Site(Swarm):
     """Devices on which a run takes as long as it has rows, at most; few rows take as long as four."""
 
     def __init__(self, devices: int = 1, **options) -> None:
         hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
         chosen = plan(SPEC, ("single", {}) if devices == 1 else ("decoder", {}), (1.0,) * devices)
-        self.rows: dict[int, int] = {}  # by run
         super().__init__(SPEC, TENSORS, hosts, decider=always(chosen), batching=Batching(), **options)
         self.run(20, until=lambda: plan_of(self) is not None)
 
-    def _planner_command(self, command) -> None:
-        if isinstance(command, interface.Publish) and "/work/" in command.topic:
-            frame = frames.decode(command.payload)
-            plain, _ = frames.decode_work(frame)
-            self.rows[frame.run_id] = sum(plain.sizes)
-        super()._planner_command(command)
-
     def op_s(self, host, run_id) -> float:
-        return 1e-5 * max(self.rows.get(run_id, 1), 4)
+        rows = next((rows_of(frame) for frame in reversed(self.work) if frame.run_id == run_id), 1)
+        return 1e-5 * max(rows, 4)
 
     def ask(self, client: str, number: int, prompt: int, most: int) -> str:
         """Let a user request a text with a unique prompt."""
@@ -54,10 +51,6 @@ class Site(Swarm):
         """Run until a text has some tokens."""
         self.run(60, until=lambda: len(self.tokens.get(name, ())) >= tokens)
         assert len(self.tokens[name]) >= tokens
-
-    def leave(self, name: str) -> None:
-        """Let a user take a request back."""
-        self.tell_planner(interface.RequestCancelled(RequestKey(MODEL, name.partition("-")[0], name)))
 
     @property
     def sessions_held(self) -> set[tuple[int, int]]:
@@ -96,8 +89,8 @@ def test_one_who_leaves_frees_what_devices_hold(others, prompt):
     if prompt == 6:
         site.has(name, 3)
     else:
-        site.run(60, until=lambda: 128 in site.rows.values())
-    site.leave(name)
+        site.run(60, until=lambda: 128 in map(rows_of, site.work))
+    site.tell_planner(interface.RequestCancelled(RequestKey(MODEL, "u0", name)))
     site.run(0.1)
     runs = site.planner.groups.default(MODEL).runs.values()
     assert all(item.request.reply_context != name for run in runs for item in run.items)

@@ -573,12 +573,7 @@ ABSURD_SPECS = {
 }  # fmt: skip
 MAX_DEVICES = int(plausible.number("plan.devices").high)
 ABSURD_PLANS = {
-    "devices": (
-        [f"d{i}" for i in range(MAX_DEVICES + 1)],
-        ["d0", "d0"],
-        ["d1", "d2"],
-        ["d0", "../#"],
-    ),
+    "devices": ([f"d{i}" for i in range(MAX_DEVICES + 1)], ["d0", "d0"], ["d1", "d2"], ["d0", "../#"]),
     "root": ("d7",),
     "strategy": ("none-such",),
     "options": ({"variant": "none-such"},),

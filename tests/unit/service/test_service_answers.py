@@ -12,21 +12,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from swarm import profile_curve
+from service_support import CLUSTER, plan_for
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.core.errors import (
-    IdInUseError,
-    ModelError,
-    NetworkError,
-    OverloadedError,
-    PacketLimitError,
-    RemoteError,
-    WireError,
-)
+from hepti_mqtt.core import errors
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
@@ -43,13 +34,11 @@ from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler, RequestIdentity
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, read_input
-from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
+from hepti_mqtt.strategies.plan_programs import device_programs
 from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
 
 TOPICS, NAMES = Topics("home"), TopicNames("home", "bert")
-_PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 
 @pytest.fixture
@@ -81,11 +70,6 @@ def answer_of(reply):
     return json.loads(reply.payload)
 
 
-def plan_for(checkpoint, number=1):
-    template = Plan(checkpoint.model, PlanVersion(9, number), "row", ("a", "b"), "a")
-    return replace(make_plan(checkpoint.spec, template, "row", {"variant": "kv"}, (3.0, 1.0)), predicted_s=0.004)
-
-
 def ran(items, shape, plan, begun_s=100.0):
     """Return a run of two devices with their reports."""
     run = Run(1, items, shape, plan, CLUSTER, RunTimes(begun_s), 100, OtherWork(alone=True), RunKind((1, 32)))
@@ -96,7 +80,7 @@ def ran(items, shape, plan, begun_s=100.0):
 def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
     """Return the Answer of a request after all of its runs."""
     for place, chunk in enumerate(job.batches):
-        plan = plans[place] if plans else plan_for(checkpoint)
+        plan = plans[place] if plans else plan_for(checkpoint.spec)
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.sizes), 32), np.float32)
         job.stats.append(ran((WorkItem(job, place),), chunk.shape, plan, begun_s).stats())
     return AnswerRequest(job, job.stats[-1].plan, tuple(job.stats))
@@ -146,7 +130,7 @@ def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, bert, forecas
 def test_an_answer_tells_everything(desk, bert, forecasts):
     job = ask(desk, {"texts": ["hello world", "more"], "id": "q1"})
     reply = desk.encode_answer(foreseen(forecasts, finish(job, bert)), now=100.5)
-    data, plan, shape = answer_of(reply), plan_for(bert), job.batches[0].shape
+    data, plan, shape = answer_of(reply), plan_for(bert.spec), job.batches[0].shape
     assert missing_answer_key(data) is None
     assert data["plan"]["predicted_ms"] == pytest.approx(4.0)
     devices = data["plan"]["devices"]
@@ -166,7 +150,7 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
     jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
     items = tuple(WorkItem(job, 0) for job in jobs)
     whole = concatenate([item.batch for item in items]).shape
-    run = ran(items, whole, plan_for(bert))
+    run = ran(items, whole, plan_for(bert.spec))
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)
         answer = foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),)))
@@ -178,7 +162,7 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
 
 def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, bert, forecasts):
     job = ask(desk, {"ids": [[1] * bert.spec.max_tokens, [2] * 4]})
-    plans = [plan_for(bert, 1), replace(plan_for(bert, 2), shares={"rows": (1.0, 1.0)})]
+    plans = [plan_for(bert.spec, 1), replace(plan_for(bert.spec, 2), shares={"rows": (1.0, 1.0)})]
     data = answer_of(desk.encode_answer(foreseen(forecasts, finish(job, bert, plans=plans)), now=101.0))
     exact = [exact_bytes(bert, plan, one.shape) for plan, one in zip(plans, job.batches, strict=True)]
     assert data["predicted_bytes"] == sum(exact)
@@ -200,7 +184,7 @@ def test_a_prediction_has_what_the_planner_took_of_late_and_what_runs_had_taught
 
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, bert, forecasts):
     job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
-    plan, shape = plan_for(bert), job.batches[0].shape
+    plan, shape = plan_for(bert.spec), job.batches[0].shape
     answer = AnswerRequest(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
     data = answer_of(desk.encode_answer(foreseen(forecasts, answer), now=100.5))
     assert data["predicted_ms"] == 1e3 * exact_s(bert, plan, shape)
@@ -246,9 +230,9 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, bert):
 def test_outputs_that_are_not_the_models_become_errors(desk, bert):
     ids = [[1] * bert.spec.max_tokens, [2]]  # two runs
     for shapes, value, error in (
-        ([(1, 32), (1, 31)], 1.0, RemoteError),
-        ([(7, 3), (7, 3)], 1.0, WireError),
-        *(([(1, 32), (1, 32)], value, ModelError) for value in (np.nan, np.inf, -np.inf)),
+        ([(1, 32), (1, 31)], 1.0, errors.RemoteError),
+        ([(7, 3), (7, 3)], 1.0, errors.WireError),
+        *(([(1, 32), (1, 32)], value, errors.ModelError) for value in (np.nan, np.inf, -np.inf)),
     ):
         outputs = [np.ones(shapes[0], np.float32), np.full(shapes[1], value, np.float32)]
         answer = finish(ask(desk, {"ids": ids}), bert, outputs)
@@ -256,10 +240,10 @@ def test_outputs_that_are_not_the_models_become_errors(desk, bert):
 
 
 def test_an_answer_never_waits_for_its_forecast(desk, bert, forecasts):
-    forecasts.set_plans((PlanSnapshot(plan_for(bert), CLUSTER),))
+    forecasts.set_plans((PlanSnapshot(plan_for(bert.spec), CLUSTER),))
     job = ask(desk, {"text": "hello"})
     desk.request_forecast(job)  # nobody takes a step of it
-    plan = replace(plan_for(bert), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
+    plan = replace(plan_for(bert.spec), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
     data = answer_of(desk.encode_answer(finish(job, bert, plans=[plan]), now=101.0))
     assert (data["forecast"], data["predicted_bytes"]) == ("estimated", 500)
     assert data["predicted_ms"] == pytest.approx(2.0)
@@ -297,9 +281,9 @@ class Answers:
 
     def publish(self, topic, payload, qos, taken=None):
         if len(payload) > self.limit:
-            raise PacketLimitError("it is too large")
+            raise errors.PacketLimitError("it is too large")
         if not self.room:
-            raise NetworkError("it is full")
+            raise errors.NetworkError("it is full")
         self.room -= 1
         self.sent.append((topic, payload, taken))
 
@@ -511,7 +495,7 @@ def test_deliveries_of_a_request_wait_for_one_answer_and_another_request_with_it
     journal, acknowledged = live()
     new = [journal.record_waiting(delivered(packet), RequestIdentity(KEY, b"d"), f"to/{packet}") for packet in (1, 2)]
     assert (new, journal.counters["repeated_request"]) == ([True, False], 1)
-    with pytest.raises(IdInUseError):
+    with pytest.raises(errors.IdInUseError):
         journal.record_waiting(delivered(3), RequestIdentity(KEY, b"other"), "to/3")
     waiting = journal.take_waiting(KEY)
     assert waiting == [(f"to/{packet}", delivered(packet)) for packet in (1, 2)]
@@ -647,7 +631,9 @@ def test_few_answers_are_kept_and_no_refusal(desk, bert, monkeypatch):
     monkeypatch.setattr(desk_module, "MAX_CACHED_BYTES", 10)
     answered("q4")
     assert kept("q3") == [False]
-    refused = desk.encode_error(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
+    refused = desk.encode_error(
+        RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), errors.OverloadedError("too much"))
+    )
     assert answer_of(refused) == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
     assert kept("q5") == [False]
 
@@ -669,6 +655,6 @@ def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(sit
 def test_an_answer_that_is_not_finite_names_what_may_be_too_narrow(bert, dtypes, advice):
     plan = Plan("bert", PlanVersion(1, 1), "single", ("a",), "a", **dtypes)
     prepared = read_input(bert, {"text": "hello"})
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(errors.ModelError) as caught:
         decode_output(bert, prepared, np.full(bert.spec.output_shape(prepared.shape), np.inf), plan)
     assert all(words in str(caught.value) for words in advice)

@@ -4,11 +4,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from service_support import CLUSTER, plan_for
 from swarm import profile_curve
 
-from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.profiles import DeviceProfile
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.planner import RequestSimulation
@@ -16,10 +15,8 @@ from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
-from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
+from hepti_mqtt.strategies.plan_programs import device_programs
 
-_PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 
@@ -49,9 +46,7 @@ def simulated(monkeypatch):
 
 
 def standing(spec, number=1):
-    template = Plan("bert", PlanVersion(9, number), "row", ("a", "b"), "a")
-    plan = make_plan(spec, template, "row", {"variant": "kv"}, (3.0, 1.0))
-    return PlanSnapshot(replace(plan, predicted_s=0.004, predicted_bytes=1000, predicted_tokens=10), CLUSTER)
+    return PlanSnapshot(plan_for(spec, number, predicted_bytes=1000, predicted_tokens=10), CLUSTER)
 
 
 def run_of(one, shape):

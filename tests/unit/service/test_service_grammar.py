@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from word_cases import bytes_tokenizer, sentence_piece
 
 from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.generation import TokenRules
@@ -19,30 +19,14 @@ pytest.importorskip("llguidance")
 PADDED = 5  # rows of the logits that are no token
 
 
-def byte_level():
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '{"', '":', "true", "\u0120{", "}}"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    return tokenizer
-
-
-def sentence_piece():
-    pieces = ["<s>", "<|end|>", "\u2581", '{"', "\u2581{", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<s>"))
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens(["<s>", "<|end|>"])
-    return tokenizer
-
-
 def opened(tokenizer):
     ends = (tokenizer.token_to_id("<|end|>"),)
     return SimpleNamespace(model="m", has_tokenizer=True, tokenizer=tokenizer, end_tokens=ends, spec=None)
 
 
-OPENED = {"byte level": opened(byte_level()), "SentencePiece": opened(sentence_piece())}
+BYTE_LEVEL = bytes_tokenizer('{"', '":', "true", "\u0120{", "}}", special=["<|end|>"])
+SENTENCE_PIECE = sentence_piece(["\u2581", '{"', "\u2581{"], ["<s>", "<|end|>"])
+OPENED = {"byte level": opened(BYTE_LEVEL), "SentencePiece": opened(SENTENCE_PIECE)}
 DOOR = {
     "type": "object",
     "properties": {"door": {"enum": ["front", "back"]}, "open": {"type": "boolean"}, "for": {"enum": [1, 2, None]}},

@@ -119,12 +119,6 @@ def beat(cpu=0.25, temperature=48.5):
     return encode_heartbeat(Heartbeat(7, 1, cpu, 1 << 30, temperature, 2e-3, 1e7, 1.25, 1 << 20))
 
 
-def record(devices, weights):
-    fields = a_record()
-    plan = {"strategy": "row", "devices": list(devices), "weights": {"rows": list(weights)}, "reason": "why " * 100}
-    return msgpack.packb({**fields, "active": {**A_PLAN, **plan}, "preparing": None})
-
-
 def test_every_payload_is_valid_and_names_its_own():
     broker = started({**TASKS, "gpt": "generation", "cat": "image_classification", "order": RANKING})
     for name in ("pi-1", "pi_2"):
@@ -184,7 +178,8 @@ def test_states_say_load_share_and_plan():
     online("a", broker)
     online("b", broker)
     broker.hear(TOPICS.heartbeat("a"), beat(), STATE_S)
-    broker.hear(TOPICS.plan("mini"), record(("a", "b"), (3, 1)))
+    plan = {"strategy": "row", "devices": ["a", "b"], "weights": {"rows": [3, 1]}, "reason": "why " * 100}
+    broker.hear(TOPICS.plan("mini"), msgpack.packb(a_record(active={**A_PLAN, **plan})))
     state = broker.state("device", "a")
     assert (state["load_percent"], state["free_mib"], state["temperature_c"]) == (25.0, 1024, 48.5)
     assert (state["share_percent"], broker.state("device", "b")["share_percent"]) == (75.0, 25.0)

@@ -17,23 +17,14 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
-from hepti_mqtt.service.threads import (
-    AGAIN,
-    IN_HAND_S,
-    LOOKS_S,
-    MOST_S,
-    FairExecutor,
-    RoundRobin,
-    SearchThrottle,
-    Window,
-)
+from hepti_mqtt.service import threads
 
 ROOM = 1 << 30
 
 
 def play(arrivals, workers, turns=None):
     """Return when each (time, client, seconds) was begun, in the order of arrival."""
-    turns = turns or RoundRobin(ROOM, ROOM)
+    turns = turns or threads.RoundRobin(ROOM, ROOM)
     begun, running, free, now = {}, [], workers, 0.0
     waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
     while waiting or running:
@@ -70,7 +61,7 @@ def test_nobody_waits_longer_than_one_turn_of_each_other(load, workers, at):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=40))
 def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
-    turns = RoundRobin(8, 100)
+    turns = threads.RoundRobin(8, 100)
     refused, waiting = [], {}
     for number, (client, nbytes) in enumerate(puts):
         waiting[number] = nbytes
@@ -87,7 +78,7 @@ def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
 
 
 def test_where_there_is_no_room_the_newest_of_who_has_most_goes():
-    turns = RoundRobin(4, ROOM)
+    turns = threads.RoundRobin(4, ROOM)
     for number in range(4):
         assert turns.put("greedy", number, 1) == []
     assert turns.put("greedy", 4, 1) == [4]
@@ -105,7 +96,7 @@ def at_once(act):
 
 @pytest.fixture
 def crew():
-    new_crew = FairExecutor("crew", 2, at_once)
+    new_crew = threads.FairExecutor("crew", 2, at_once)
     new_crew.start()
     yield new_crew
     new_crew.close()
@@ -126,7 +117,7 @@ def test_a_client_that_is_busy_holds_nobody_else_up(crew):
 
 
 def test_what_there_is_no_room_for_is_refused_and_nothing_is_begun_after_the_end():
-    crew, refused = FairExecutor("crew", 0, at_once, limit=1), []
+    crew, refused = threads.FairExecutor("crew", 0, at_once, limit=1), []
     crew.submit("a", lambda: None, 5, lambda: refused.append("first"))
     crew.submit("a", lambda: None, 5, lambda: refused.append("second"))
     assert refused == ["second"]
@@ -138,7 +129,7 @@ def test_what_there_is_no_room_for_is_refused_and_nothing_is_begun_after_the_end
 
 def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
     """Else it would come before what the same client had asked for earlier."""
-    crew, done = FairExecutor("crew", 0, at_once), []
+    crew, done = threads.FairExecutor("crew", 0, at_once), []
     crew.submit_or_run("a", lambda: done.append("here"), at_once=True)
     assert done == ["here"]
     crew.submit_or_run("a", lambda: done.append("first"))
@@ -167,7 +158,7 @@ class Processor:
         self.waited = []
         self.in_hand_until_s = 0.0
         clocks = (lambda: self.now_s, lambda: self.computed_s)
-        self.pace = SearchThrottle(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
+        self.pace = threads.SearchThrottle(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
 
     def compute(self, seconds, part):
         self.now_s += seconds / part
@@ -185,7 +176,9 @@ def searching(processor, **changes):
     return processor.pace.throttled(replace(Solve("m", 1, QUESTION, chosen()), **changes))
 
 
-@pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
+@pytest.mark.parametrize(
+    ("part", "pause"), [(1.0, 0.0), (0.5, threads.AGAIN * 0.1), (0.25, threads.AGAIN * 0.3), (0.01, threads.MOST_S)]
+)
 def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part, pause):
     processor = Processor()
     processor.pace.set_serving(True)
@@ -198,12 +191,12 @@ def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part,
     assert processor.waited == pytest.approx([pause] * 3)
 
 
-@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, IN_HAND_S)])
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, threads.IN_HAND_S)])
 def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds, pause):
     processor = Processor()
     processor.in_hand_until_s = seconds
     searching(processor).question.pause()
-    assert processor.now_s == pytest.approx(pause, abs=LOOKS_S)
+    assert processor.now_s == pytest.approx(pause, abs=threads.LOOKS_S)
 
 
 def test_a_search_does_nothing_while_an_event_is_dealt_with():
@@ -213,7 +206,7 @@ def test_a_search_does_nothing_while_an_event_is_dealt_with():
     with pytest.raises(ZeroDivisionError):
         processor.pace.run_before_searches(lambda: print(1 / 0))
     pauses()
-    assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S), "the events are over"
+    assert processor.now_s == pytest.approx(threads.IN_HAND_S, abs=threads.LOOKS_S), "the events are over"
 
 
 @pytest.mark.parametrize("changes", [{"kind": SearchKind.HURRIED}, {"active": None}, None], ids=str)
@@ -237,7 +230,10 @@ def test_every_price_of_a_search_may_be_paused_at():
 @given(st.lists(st.tuples(st.sampled_from(["put", "take", "done", "close"]), st.sampled_from("abcd")), max_size=200))
 def test_open_items_stay_within_the_windows_and_nothing_gets_lost(steps):
     """Clients a and b share a group, and so do c and d."""
-    turns, group_of = RoundRobin(ROOM, ROOM, Window(client=2, group=3)), {"a": "x", "b": "x", "c": "y", "d": "y"}
+    turns, group_of = (
+        threads.RoundRobin(ROOM, ROOM, threads.Window(client=2, group=3)),
+        {"a": "x", "b": "x", "c": "y", "d": "y"},
+    )
     waiting, busy, opened, number = dict.fromkeys("abcd", 0), set(), dict.fromkeys("abcd", 0), 0
     for step, client in steps:
         if step == "put":

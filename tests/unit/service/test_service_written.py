@@ -6,42 +6,20 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
+from word_cases import bytes_tokenizer, sentence_piece, spaces
 
 from hepti_mqtt.models.generation import Likely
 from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.logprobs import described, piece
 
-
-def byte_level():
-    """Return a tokenizer of 256 bytes, some words of them, an added word, and a token that is not shown."""
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "The", "\u0120hi", "\u00c3\u00a9", "\u00f0\u0141"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    tokenizer.add_tokens(["\u00e9\U0001f600x"])
-    tokenizer.add_special_tokens(["<|end|>"])
-    return tokenizer
-
-
-def sentence_piece(decoder):
-    """Return a tokenizer of words with their spaces, and of bytes for what is no word."""
-    words = ("<s>", "\u2581", "\u2581\u2581", "T", "he", "\u2581The", "\u00e9", "\ufffd")
-    pieces = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
-    tokenizer.decoder = decoder
-    tokenizer.add_special_tokens(["<s>"])
-    return tokenizer
-
-
-def llama(*last):
-    return decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
-
-
+WORDS = ("\u2581", "\u2581\u2581", "T", "he", "\u2581The", "\u00e9", "\ufffd")
+BYTES = ("The", "\u0120hi", "\u00c3\u00a9", "\u00f0\u0141")
 TOKENIZERS = {
-    "byte level": byte_level(),
-    "Llama 2": sentence_piece(llama(decoders.Strip(" ", 1, 0))),
-    "Gemma": sentence_piece(llama()),
-    "Metaspace": sentence_piece(decoders.Metaspace()),
+    "byte level": bytes_tokenizer(*BYTES, added=["\u00e9\U0001f600x"], special=["<|end|>"]),
+    "Llama 2": sentence_piece(WORDS, ["<s>"]),
+    "Gemma": sentence_piece(WORDS, ["<s>"], spaces()),
+    "Metaspace": sentence_piece(WORDS, ["<s>"], decoders.Metaspace()),
 }
 
 STOPS = ("The", "he", " T", "\u00e9", "\u6f22T")

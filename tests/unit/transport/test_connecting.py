@@ -83,7 +83,7 @@ class Site:
         return left_s
 
 
-def test_a_wait_is_logged_at_intervals_and_has_an_end(monkeypatch):
+def test_a_wait_is_logged_at_intervals_and_ends_at_its_limit_a_stop_or_a_refusal(monkeypatch):
     monkeypatch.setattr(transport.Backoff, "pause_s", lambda _self: 0.0)
     site = Site(up_s=35.0)
     assert wait_for_broker(site.connect, site.lines.append, within_s=100.0, clock=site.clock) == 66.0
@@ -95,8 +95,6 @@ def test_a_wait_is_logged_at_intervals_and_has_an_end(monkeypatch):
     stop, site = threading.Event(), Site(up_s=1e9)
     assert wait_for_broker(site.connect, lambda _line: stop.set(), stop=stop, clock=site.clock) is None
 
-
-def test_a_refusal_ends_the_wait():
     def connect(_left_s):
         raise RefusedError("wrong password")
 

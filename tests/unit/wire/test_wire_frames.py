@@ -270,20 +270,12 @@ def test_another_frame_is_not_a_request():
 def test_a_session_survives_encoding_and_contradictions_are_refused():
     Session = frames.DecoderSession
     shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
-    for session in (
-        Session(9, final=True),
-        Session(9, source=8),
-        Session(9, False, 8, True),
-    ):
+    for session in (Session(9, final=True), Session(9, source=8), Session(9, False, 8, True)):
         frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,)))
         back_shape, back = decode_work(frame)
         assert (back_shape, frames.decode_sessions(frame)) == (shape, (session,))
         np.testing.assert_array_equal(back, inputs)
-    for session in (
-        Session(9, source=9),
-        Session(9, takes_over=True),
-        Session(0, source=9),
-    ):
+    for session in (Session(9, source=9), Session(9, takes_over=True), Session(0, source=9)):
         with pytest.raises(WireError):
             encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,))
     for sizes, rows in (((3,), 64), ((2,), 1), ((2, 65), 64), ((1,) * 9, 64)):

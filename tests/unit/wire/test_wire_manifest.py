@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.core.program import NUMPY_DTYPE, WeightRef
 from hepti_mqtt.core.storage import STORAGES
-from hepti_mqtt.protocol.manifest import (
-    TILE,
-    VECTOR_TILE,
-    VERSION,
-    Manifest,
-    TensorEntry,
-    grid,
-    tile_array,
-    tile_hash,
-)
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, VERSION, Manifest, TensorEntry, grid, tile_array, tile_hash
 
 
 def cut(name, array, transposed=False):
