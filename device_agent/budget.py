@@ -29,11 +29,11 @@ class _State(NamedTuple):
 class Budget:
     """The one budget of all background work; time is an argument, in seconds of one clock.
 
-    Without active runs, and while all of them wait for other devices, work is free. Otherwise it gets `share` of the
-    runs' time. quota_cores: cores of the processor's quota, None without a quota. Work in pauses uses up a quota, too,
-    so pauses are not free, nor is the time in which the next run is expected; and a second of the processor costs
-    1 / quota_cores seconds of a run. `note` and `expect_run` are for the thread that runs
-    ops, other methods for any thread.
+    Work is free while no run is active, and while all runs wait for other devices. Otherwise it gets `share` of the
+    runs' time. quota_cores: cores of the processor's quota, None without a quota. Under a quota, work in a pause takes
+    processor time from the run after the pause. So it is free only if no run is expected soon, and a second of it
+    counts as 1 / quota_cores seconds. `note` and `expect_run` are for the thread that runs ops, other methods for any
+    thread.
     """
 
     def __init__(self, quota_cores: float | None = None) -> None:

@@ -408,11 +408,9 @@ class Connection:
         for item in out:
             if isinstance(item, RequestEnded):
                 settle(item.handle, item.outcome)
-            elif isinstance(item, PartialAnswer):
-                if isinstance(item.handle, AnswerStream):
-                    item.handle.put(item.data)
-            elif isinstance(item, RequestPublish):
-                self._transport.publish(item.topic, item.payload, 1)
+            elif isinstance(item, PartialAnswer) and isinstance(item.handle, AnswerStream):
+                item.handle.put(item.data)
+        self._publish_again([item for item in out if isinstance(item, RequestPublish)])
         if delays_s := [item.after_s for item in out if isinstance(item, CheckLater)]:
             _start_timer(max(delays_s), self._resend_unaccepted)
 

@@ -124,10 +124,10 @@ def is_direct(program: Program, op: Op) -> bool:
 
 
 def _is_in_line(program: Program, awaited: Sequence[int]) -> bool:
-    """Return whether the ops' last awaited Recvs are in the order of the ops.
+    """Return whether a device may wait for its Recvs one after the other, in the order of the ops.
 
-    If so, waiting in this order delays no op, as long as exchanges arrive in the order of the graph. Only direct
-    exchanges count.
+    awaited: for each op, the Recvs that it depends on, as bits by place. If the last of them ascend, no op that is
+    ready waits behind another op's Recv. Only direct exchanges count.
     """
     recvs = [(place, op) for place, op in enumerate(program.ops) if isinstance(op, Recv)]
     sends = [op for op in program.ops if isinstance(op, Send) and op.to != (PLANNER,)]

@@ -684,9 +684,10 @@ class HangDetector:
         return out, list(silent.values()) if can_serve else []
 
     def _patience_s(self, group: PlanGroup, run: Run) -> float:
-        """Return how long the devices of a late run have to answer: as long as other devices would load the weights.
+        """Return how long to wait for answers to the probe of a late run.
 
-        At most until the retry of the run, which goes to the same devices.
+        A replacement of a silent device costs the load of its weights on other devices, so the wait is as long as that
+        load, but ends before the run is retried.
         """
         assert run.probed_s is not None
         record = group.plans.active

@@ -41,7 +41,8 @@ class TextSession:
     def leave(self) -> None:
         """Abandon the session: cached rows may be wrong or incomplete, so another session begins."""
         if self.plan_version is not None:
-            source = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
+            # If the cache of the prefix was to move into this session, a device may not have moved it yet.
+            source = [self.prefix.session] if self.prefix and self.prefix.moves else []
             self.left += [(self.plan_version, session) for session in (self.number, *source)]
         self.plan_version = None
 
@@ -108,7 +109,7 @@ class Generation:
     steps: list[GeneratedTokens] = field(default_factory=list)  #: tokens accepted after each run
     guesses: Guesses | None = None  #: None: no speculative decoding
     guessed: tuple[int, ...] = ()  #: guesses in the current run, after the last token
-    foresees: bool = False  #: the current run has guesses, or would have if devices had not begun it ahead
+    foresees: bool = False  #: guesses were proposed for the current run; devices that began it ahead left them out
     vocab: int = 0  #: V, if candidates are wanted
     undecided: int = 0  #: number of tokens that candidates did not decide
     open: bool = False  #: candidates did not decide the next token

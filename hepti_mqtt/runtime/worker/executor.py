@@ -106,7 +106,7 @@ class BoundProgram:
 
     template: RunTemplate
     ops: tuple[Stretch | BoundSend | None, ...]  #: stretch or Send of each place; None for a Recv
-    in_line: bool  #: stretches receive all tensors of peers
+    in_line: bool  #: stretches wait for all tensors of peers in the order of their rows (`core.schedule`)
     states: Mapping[Slot, str]  #: names of the slots that are arrays of a session
     sessions: tuple[Mapping[str, SlotSpec], ...]  #: arrays of each item's session, by name
     received: Mapping[Slot, tuple[Stretch, int]]  #: stretch and row of each slot that a stretch receives
