@@ -133,6 +133,13 @@ class Site:
             self._speak(*self.probes.pop())
         return out
 
+    def pin(self, pins: Pins) -> None:
+        """Search for a plan of the model `m` with other pins."""
+        plans = self.session.groups.default("m").plans
+        plans.pins = pins
+        plans.request_search(self.now, self.now, "pinned", forced=True)
+        self.event(interface.Tick())
+
     def _speak(self, device: str, probe: messages.Prepare) -> None:
         if device in self.mute or device not in self.boots:
             return
@@ -234,14 +241,14 @@ class Site:
         """Complete search and preparation after joins; return the active plan."""
         self.tick(1.1)
         self.ready()
-        plan = self.session.active_plan("m")
+        plan = self.session.groups.default("m").active
         assert plan is not None
         return plan
 
     @property
     def plan(self) -> Plan | None:
         """Return the active plan of the model `m`."""
-        return self.session.active_plan("m")
+        return self.session.groups.default("m").active
 
     def pass_by(self, times: int, seconds: float = 1.0, *, ready: bool = False) -> None:
         """Let time pass in steps with heartbeats; ready: devices answer each Prepare."""
@@ -384,6 +391,13 @@ class KeyedSite(Site):
         """Let devices answer their last Prepare with Ready."""
         for device in devices or self.prepares():
             self.say(device, self.ready_message(device), self.channels[device])
+
+    def pin(self, pins: Pins) -> None:
+        """Search for a plan of the model `m` with other pins."""
+        plans = self.session.groups.default("m").plans
+        plans.pins = pins
+        plans.request_search(self.now, self.now, "pinned", forced=True)
+        self.event(interface.Tick())
 
     def _speak(self, device: str, probe: messages.Prepare) -> None:
         plan = Plan.from_dict(probe.plan)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from sites import sent_bytes
 from swarm import profile_curve
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
@@ -27,7 +28,7 @@ from hepti_mqtt.core.errors import (
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import concatenate

@@ -4,12 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from sites import sent_bytes
 from swarm import profile_curve
 
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.planner import RequestSimulation
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
