@@ -135,7 +135,7 @@ def _divides(strategy: str, model: str) -> bool:
 @lru_cache(maxsize=16)
 def site_of(name: str) -> Cluster:
     """Return the devices of a file, or of a name in configs/sites."""
-    return load_site(settings.find_bundled_config("sites", Path(str(name))))
+    return load_site(settings.find_bundled_site(Path(str(name))))
 
 
 def question(point: Point, layers: int | None = None) -> Question:

@@ -21,11 +21,12 @@ from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.calls import Call, Operand, received, sent
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import Peers
+from hepti_mqtt.protocol.messages import Endpoint
 from hepti_mqtt.transport.base import Subscribed
 from hepti_mqtt.transport.broker_connection import DataConnection
 from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Mesh
-from hepti_mqtt.transport.peer import MESH_VERSION, Address, Joined, MeshEvent
+from hepti_mqtt.transport.peer import MESH_VERSION, Joined, MeshEvent
 from hepti_mqtt.transport.url import BrokerUrl
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
@@ -173,7 +174,7 @@ class OverMesh(Way):
         for rank in others:
             self._mesh.admit(f"d{rank}", 0, "token", filters(self._rank, rank))
         for rank in others:
-            there = Address(self._addresses[rank], ports[rank])
+            there = Endpoint(self._addresses[rank], ports[rank])
             self._mesh.join(f"d{rank}", 0, there, "token", filters(rank, self._rank), limit_bytes=self._limit)
         until = time.monotonic() + PATIENCE_S
         while self._joined < len(others):

@@ -42,17 +42,8 @@ from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
-from hepti_mqtt.protocol.messages import (
-    STOPPED,
-    CachedTiles,
-    Caps,
-    RequestTiles,
-    Status,
-    encode,
-    encode_caps,
-    encode_status,
-)
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
@@ -260,7 +251,7 @@ class _Agent:
         session = WorkerSession(config.device_id, config.site, budget)
         self._meter = meter = Meter(curves)
         self._links = open_links(config, self._topics, self._start.boot, self._complaints, self._loader.post)
-        self._caps = Caps(
+        self._caps = messages.Caps(
             device=config.device_id,
             boot=self._start.boot,
             cores=psutil.cpu_count() or 1,
@@ -324,7 +315,9 @@ class _Agent:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
         fault = self.fault if self._shell is None else self._shell.fault or self.fault
-        self._network.close(self._offline(fault or STOPPED) if farewell else None)  # others need not wait for the rest
+        self._network.close(
+            self._offline(fault or messages.STOPPED) if farewell else None
+        )  # others need not wait for the rest
         if self._links is not None:
             self._links.close()
         self._loader.close()
@@ -353,7 +346,9 @@ class _Agent:
 
     def _status(self, state: Literal["online", "offline"], reason: str = "") -> bytes:
         start = self._start
-        return encode_status(Status(state, start.boot, version=__version__, term=start.term, reason=reason))
+        return messages.encode_status(
+            messages.Status(state, start.boot, version=__version__, term=start.term, reason=reason)
+        )
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> BrokerConnection:
         config = self._config
@@ -401,10 +396,10 @@ class _Agent:
         if (loud := open_broker_warning(self._config.url)) is not None:
             self._log.warning(loud)
 
-    def _publish_starting(self, status: Status) -> None:
+    def _publish_starting(self, status: messages.Status) -> None:
         if self._reached:
             topic = self._topics.status(self._config.device_id)
-            self._network.publish("control", topic, encode_status(status), 1, True)
+            self._network.publish("control", topic, messages.encode_status(status), 1, True)
 
     def _measure(self, starting: StartupStatus) -> tuple[Workers, Curves]:
         config = self._config
@@ -457,7 +452,7 @@ class _Agent:
         address = mesh_address(self._config)  # it may change with the route to the broker
         endpoint = None if self._links is None or address is None else self._links.endpoint(address)
         caps = replace(self._caps, curves=self._meter.curves, endpoint=endpoint)
-        self._network.publish("control", self._topics.caps(self._config.device_id), encode_caps(caps), 1, True)
+        self._network.publish("control", self._topics.caps(self._config.device_id), messages.encode_caps(caps), 1, True)
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)
@@ -475,15 +470,17 @@ class _Agent:
             self.inbox.post(CachesRead(order.model, order.plan_version, caches))
 
     def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
-        self._report(RequestTiles(model, hashes, share), "asks_lost", "request weights")  # lost requests become overdue
+        self._report(
+            messages.RequestTiles(model, hashes, share), "asks_lost", "request weights"
+        )  # lost requests become overdue
 
-    def _report_cached(self, tiles: CachedTiles) -> None:
+    def _report_cached(self, tiles: messages.CachedTiles) -> None:
         self._report(tiles, "reports_lost", "report cached weights")  # the next connection reports them
 
-    def _report(self, message: RequestTiles | CachedTiles, kind: str, deed: str) -> None:
+    def _report(self, message: messages.RequestTiles | messages.CachedTiles, kind: str, deed: str) -> None:
         """Send a message to the planner; count it as lost if the broker is away."""
         try:
-            self._network.publish("control", self._topics.reports(self._config.device_id), encode(message), 1)
+            self._network.publish("control", self._topics.reports(self._config.device_id), messages.encode(message), 1)
         except NetworkError as exc:
             self._complaints.record(kind, f"cannot {deed} now: {exc}")
 

@@ -87,18 +87,11 @@ def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
     start = perf_counter()
     most = max(1, min(ceil(usable_cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
-        "first",
-        lambda done, total: status.update("compiling kernels", done, total) if done < total else None,
-        most,
+        "first", lambda done, total: status.update("compiling kernels", done, total) if done < total else None, most
     )
     warm = precompile.load_first()
     took_s = perf_counter() - start
-    log.info(
-        "kernels for %s ready after %.1f s (%d compiled here, %d from the cache)",
-        isa(),
-        took_s,
-        *warm,
-    )
+    log.info("kernels for %s ready after %.1f s (%d compiled here, %d from the cache)", isa(), took_s, *warm)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

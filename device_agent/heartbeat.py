@@ -19,6 +19,7 @@ from device_agent.probes import BUSY_S
 from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.core.profiles import DeviceProfile, FrameCost, default_frame_cost
 from hepti_mqtt.core.program import Compute, Op, SlotSpec
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.kernels import works
 from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
@@ -98,7 +99,7 @@ class Meter:
         """Replace the measurement to compare with; any thread may call it."""
         self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
         # By identity; the op is kept so that no other one gets its id.
-        self._predicted: dict[int, tuple[Op, float]] = {}
+        self._predicted = Recent[int, tuple[Op, float]](OPS)
         self._sampled_s = -inf
 
     def update_slowdown(self, now: float) -> float:
@@ -144,8 +145,6 @@ class Meter:
         if (predicted := self._predicted.get(id(op))) is not None:
             return predicted[1]
         seconds = self._profile.seconds(*works(op, slots)) if isinstance(op, Compute) else 0.0
-        if len(self._predicted) >= OPS:
-            self._predicted.clear()
         self._predicted[id(op)] = (op, seconds)
         return seconds
 

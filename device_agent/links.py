@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from statistics import median
 from typing import Final, cast, get_args
 
@@ -22,19 +23,10 @@ from hepti_mqtt.protocol.messages import MAX_TROUBLE, Endpoint, PeerStats
 from hepti_mqtt.protocol.plausible import MAX_PEERS
 from hepti_mqtt.protocol.topics import MAX_TOPIC_BYTES, Topics
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.runtime.worker.interface import (
-    AllowPeers,
-    FrameIn,
-    JoinPeers,
-    LeavePeers,
-    PeerFrameDropped,
-    PeerJoined,
-    PeerLost,
-    PeerRefused,
-)
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Mesh
-from hepti_mqtt.transport.peer import MESH_VERSION, Address, Dropped, Joined, Lost, MeshEvent, Refused
+from hepti_mqtt.transport.peer import MESH_VERSION, Dropped, Joined, Lost, MeshEvent, Refused
 from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
 
 # The largest frame after the longest topic: a plan's requests may have any size.
@@ -45,7 +37,7 @@ TILE_LAYER: Final = 0
 NO_VERSION: Final = PlanVersion(0, 0)
 TileInput = PeerMessageIn | TileIn | TilePeerChanged
 
-LinkEvent = TensorArrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerFrameDropped
+LinkEvent = TensorArrival | interface.FrameIn | interface.PeerEvent
 
 
 class MeshLinks:
@@ -111,30 +103,28 @@ class MeshLinks:
         if not readers:
             self._complaints.record("mesh_unread", f"no peer reads {command.topic}: the reader is disconnected")
 
-    def admit(self, command: AllowPeers) -> None:
+    def admit(self, command: interface.AllowPeers) -> None:
         """Admit peers as readers."""
-        key = (command.model, command.plan_version)
+        key = command.key
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, self._device, peer.device)
             self.mesh.admit(peer.device, key, peer.token_in, filters)
             if peer.token_out:  # both read each other: they exchange tiles on any of the plan's routes
-                place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
                 topic = self._topics.activation(command.model, TILE_LAYER, peer.device, self._device)
-                self.mesh.join(peer.device, (*key, TILES), place, peer.token_out, (topic,), LARGEST_BYTES)
+                self.mesh.join(peer.device, (*key, TILES), peer.endpoint, peer.token_out, (topic,), LARGEST_BYTES)
         self._admitted[key] = self._admitted.get(key, frozenset()).union(peer.device for peer in command.peers)
 
-    def join(self, command: JoinPeers) -> None:
+    def join(self, command: interface.JoinPeers) -> None:
         """Connect to peers as their reader."""
-        key = (command.model, command.plan_version)
+        key = command.key
         self._joined[key] = self._joined.get(key, frozenset()).union(peer.device for peer in command.peers)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, peer.device, self._device)
-            place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
-            self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
+            self.mesh.join(peer.device, key, peer.endpoint, peer.token_out, filters, LARGEST_BYTES)
 
-    def leave(self, command: LeavePeers) -> None:
+    def leave(self, command: interface.LeavePeers) -> None:
         """End a plan's admissions and connections."""
-        key = (command.model, command.plan_version)
+        key = command.key
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
         for peer in self._admitted.pop(key, ()):
@@ -182,19 +172,7 @@ class MeshLinks:
         newest = list(stats)[::-1]
         names = sorted(newest, key=lambda name: name not in current)[:MAX_PEERS]
         return {
-            name: PeerStats(
-                e.frames_in,
-                e.bytes_in,
-                e.frames_out,
-                e.bytes_out,
-                e.queued_bytes,
-                e.dropped,
-                e.reconnections,
-                int(e.joined),
-                e.timed_bytes,
-                e.timed_us,
-                e.trouble[:MAX_TROUBLE],
-            )
+            name: PeerStats(**asdict(e) | {"joined": int(e.joined), "trouble": e.trouble[:MAX_TROUBLE]})
             for name, e in ((name, stats[name]) for name in names)
         }
 
@@ -211,7 +189,7 @@ class MeshLinks:
             self._traffic = count + 1, nbytes + payload.nbytes
             self._arrived.append(arrived)
 
-    def _decode_frame(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
+    def _decode_frame(self, peer: str, topic: str, payload: memoryview) -> interface.FrameIn | None:
         """Read and check a whole frame; return it if it is a tensor of its sender."""
         try:
             parsed, frame = self._topics.parse(topic), frames.decode(payload)
@@ -229,7 +207,7 @@ class MeshLinks:
             self._complaints.record("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return None
         self._exchanges.learn(peer, topic, payload, frame, publish_head(topic, payload.nbytes, MESH_VERSION))
-        return FrameIn(frame)
+        return interface.FrameIn(frame)
 
     @staticmethod
     def _tile_input(peer: str, model: str, frame: Frame) -> TileInput:
@@ -248,16 +226,16 @@ class MeshLinks:
     def _event(self, event: MeshEvent) -> None:
         match event:
             case Joined(peer, (str(model), PlanVersion() as plan_version)):
-                self._arrived.append(PeerJoined(peer, model, plan_version))
-            case Refused(peer, (str(model), PlanVersion() as plan_version), reason):
-                self._arrived.append(PeerRefused(peer, model, plan_version, reason))
+                self._arrived.append(interface.PeerJoined(peer, model, plan_version))
+            case Refused(peer, (str(model), PlanVersion() as plan_version)):
+                self._arrived.append(interface.PeerRefused(peer, model, plan_version))
             case Joined(peer, (str(model), PlanVersion(), _)):
                 self._on_tiles(TilePeerChanged(peer, model, is_joined=True))
             case Lost(peer, reason):
                 self._on_tiles(TilePeerChanged(peer, None, is_joined=False))
-                self._arrived.append(PeerLost(peer, reason))
+                self._arrived.append(interface.PeerLost(peer, reason))
             case Dropped(peer, nbytes):
-                self._arrived.append(PeerFrameDropped(peer, nbytes))
+                self._arrived.append(interface.PeerFrameDropped(peer, nbytes))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

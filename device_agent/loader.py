@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -23,6 +23,7 @@ from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt.core.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part, weight_bytes
@@ -209,7 +210,7 @@ class WeightLoader:
         self.read_rate, self.receive_rate = Rate(self._record.read_bytes_per_s), Rate(self._record.receive_bytes_per_s)
         self._jobs: deque[LoadJob] = deque()
         self._held: dict[Place, Weight] = {}
-        self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
+        self._manifests = Recent[bytes, tuple[Manifest, TileMap]](MANIFESTS)
         self._requested_before: set[bytes] = set()
         self._unsaved: deque[Place] = deque()  #: matrices to be saved as packed copies
         self._last_report_s = self._last_cached_s = float("-inf")
@@ -228,9 +229,8 @@ class WeightLoader:
 
     def unload(self, unload: Unload, now: float) -> None:
         """Cancel the load of a plan version, and drop weights that are not to be kept."""
-        key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
-        self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
+        self._jobs = deque(j for j in self._jobs if j.load.key != unload.key)
         self._keep(unload.keep)
         if active is not None and (not self._jobs or self._jobs[0] is not active):
             self.peers.end(active.load.model)
@@ -452,8 +452,6 @@ class WeightLoader:
         if digest not in self._manifests:
             manifest = Manifest.decode(bytes(data))
             self._manifests[digest] = manifest, TileMap(manifest)
-            while len(self._manifests) > MANIFESTS:
-                self._manifests.popitem(last=False)
         return self._manifests[digest]
 
     def _report_cached(self, model: str) -> None:

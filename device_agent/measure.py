@@ -35,9 +35,9 @@ from hepti_mqtt.kernels.jit import JIT, cache_directory
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import Peers
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
+from hepti_mqtt.protocol.messages import Endpoint
 from hepti_mqtt.runtime.worker.executor import Executor, bind
 from hepti_mqtt.transport.mesh import Mesh
-from hepti_mqtt.transport.peer import Address
 from hepti_mqtt.transport.sockets import mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -62,7 +62,7 @@ class LoopbackMesh:
     def __enter__(self) -> LoopbackMesh:
         """Connect them; raises TimeoutError if that takes long."""
         self._near.admit("far", "self", "token", [_TOPIC])
-        self._far.join("near", "self", Address("127.0.0.1", self._near.port), "token", [_TOPIC])
+        self._far.join("near", "self", Endpoint("127.0.0.1", self._near.port), "token", [_TOPIC])
         for _ in range(_TRIES):
             if not self._events:
                 self._far.wait(_PATIENCE_S)

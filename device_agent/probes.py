@@ -7,11 +7,12 @@ probes would hide a slower link. Other traffic may have caused the slow ones, so
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.protocol.frames import Frame, encode, frame_bytes
 from hepti_mqtt.protocol.messages import LinkReport
 
@@ -62,7 +63,7 @@ class Prober:
         self._sequence = 0
         self._large_sent = 0
         self._large_at_s = float("-inf")
-        self._sent: OrderedDict[int, _PendingProbe] = OrderedDict()
+        self._sent = Recent[int, _PendingProbe](MAX_PENDING)
         self._paired_s = 0.0  # time of the small probe just before the last large one
         self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
@@ -175,8 +176,6 @@ class Prober:
     def _make(self, nbytes: int, now: float, busy: bool, paired: bool = False) -> bytes:
         self._sequence += 1
         self._sent[self._sequence] = _PendingProbe(now, nbytes, busy, paired)
-        while len(self._sent) > MAX_PENDING:
-            self._sent.popitem(last=False)
         shape, body = (nbytes,), bytes(nbytes)
         return encode(
             Frame("probe", "", self._start, 0, source=self._device, part=self._sequence, shape=shape, body=body)

@@ -52,7 +52,7 @@ from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 
-BuildOrders = SimpleQueue[interface.BuildProgram | interface.AnalysePrepare | None]
+BuildOrders = SimpleQueue[interface.BuildOrder | None]
 
 
 class BuilderThread:
@@ -92,7 +92,7 @@ class BuilderThread:
             if thread.is_alive():
                 thread.join()
 
-    def post(self, order: interface.BuildProgram | interface.AnalysePrepare) -> None:
+    def post(self, order: interface.BuildOrder) -> None:
         """Queue an order; callable on any thread."""
         (self._awaited if order.awaited else self._others).put(order)
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from device_agent.tile_cache import TileCache
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.cost.loads import Mask, TileMap
 from hepti_mqtt.protocol.manifest import HASH_BYTES
 from hepti_mqtt.runtime.worker.tile_sources import TileReport
@@ -50,8 +51,8 @@ class TilePeers:
     def __init__(self, cache: TileCache, send: Send, counters: Counter[str]) -> None:
         self._cache, self._send, self._counters = cache, send, counters
         self._joined: dict[str, set[str]] = {}
-        self._models: OrderedDict[str, _Model] = OrderedDict()
-        self._reports: dict[str, OrderedDict[str, bytes]] = {}
+        self._models = Recent[str, _Model](MAX_MODELS)
+        self._reports: dict[str, Recent[str, bytes]] = {}
         self._waiting: OrderedDict[str, deque[tuple[str, bytes]]] = OrderedDict()
         self._next_report_s = -inf
 
@@ -67,7 +68,8 @@ class TilePeers:
         """Forget a peer's tiles of a model, or of all models: its connection or its plan has ended."""
         for name in list(self._joined) if model is None else [model]:
             self._joined.get(name, set()).discard(peer)
-            self._reports.get(peer, OrderedDict()).pop(name, None)
+            if (reports := self._reports.get(peer)) is not None:
+                reports.pop(name, None)
             if (there := self._models.get(name)) is not None:
                 there.reported.pop(peer, None)
         if not any(peer in peers for peers in self._joined.values()):
@@ -88,9 +90,6 @@ class TilePeers:
             there.lacking[_positions(tiles, needed)] = True
             there.lacking &= ~held
         self._models[model] = there
-        self._models.move_to_end(model)
-        while len(self._models) > MAX_MODELS:
-            self._models.popitem(last=False)
 
     def end(self, model: str) -> None:
         """End the load of a model: nothing is lacking."""
@@ -112,10 +111,7 @@ class TilePeers:
         """Store a peer's report; return it if it is of this device's manifest."""
         if peer not in self._joined.get(model, ()) or len(body) > MAX_REPORT_BYTES:
             return None
-        kept = self._reports.setdefault(peer, OrderedDict())
-        kept[model] = body
-        while len(kept) > MAX_MODELS:
-            kept.popitem(last=False)
+        self._reports.setdefault(peer, Recent(MAX_MODELS))[model] = body
         return self.report_of(peer, model)
 
     def report_of(self, peer: str, model: str) -> TileReport | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.tables import table
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster
@@ -41,7 +41,7 @@ def main(devices: int = 16, model: str = "bert-large", tokens: int = 128) -> Non
 
 def site_of(count: int, step: float) -> Cluster:
     """Return a site of boards; step: by how much each is slower than the one before."""
-    one = load_site(find_bundled_config("sites", Path("four-pi4-240")))
+    one = load_site(find_bundled_site(Path("four-pi4-240")))
     name = next(iter(one.devices))
     names = [f"d{i:02}" for i in range(count)]
     devices = {other: replace(one.devices[name], slowdown=1 + step * i) for i, other in enumerate(names)}

@@ -13,12 +13,12 @@ from benchmarks.weather.__main__ import longest_worse_than_alone, read_recording
 from benchmarks.weather.devices import LOAD, SimulatedDevice
 from benchmarks.weather.truth import SCRIPT, SCRIPT_S, STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.solver import solve
 
-FILE = load_site(find_bundled_config("sites", Path("four-pi4-240")))
+FILE = load_site(find_bundled_site(Path("four-pi4-240")))
 SPEC = spec_of_kind("bert-large")
 RECORDING = Path(__file__).parents[2] / "tests" / "golden" / "still-240.jsonl.gz"
 ROW = Pins(strategy="row", options={"variant": "kv"}, devices=("pi1", "pi2"))

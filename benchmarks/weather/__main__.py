@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.weather import KINDS, History, Verdict, judge, make_truth, play, weather_svg
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.planner import decide
@@ -31,7 +31,7 @@ FILES = ("four-pi4-240", "mixed-four-roomy", "four-pi4")
 
 def site_of(seed: int) -> Cluster:
     """Return the site file of a seed."""
-    return load_site(find_bundled_config("sites", Path(FILES[seed % len(FILES)])))
+    return load_site(find_bundled_site(Path(FILES[seed % len(FILES)])))
 
 
 def play_site(kind: str, seed: int, minutes: float, model: str = "bert-large") -> History:

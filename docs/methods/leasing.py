@@ -36,7 +36,7 @@ class LeasedRequest(NamedTuple):
 
 def leased_request(model: str, site: str, options: Mapping[str, str], times: Mapping[str, float]) -> LeasedRequest:
     """Simulate a request with the planner's shares on all devices; times: relative op time after SINCE_S by device."""
-    spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_config("sites", Path(site)))
+    spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_site(Path(site)))
     shape = representative_shape(spec, 1)
     devices = tuple(cluster.devices)
     question = Question(
@@ -58,7 +58,7 @@ def main() -> int:
     print(f"| site | slower from {SINCE_S * 1e3:.0f} ms on | owners | as predicted, ms | {times} |")
     print("|---|---|---|---|" + "---|" * len(TIMES))
     for site in SITES:
-        for device in list(load_site(settings.find_bundled_config("sites", Path(site))).devices)[1:]:
+        for device in list(load_site(settings.find_bundled_site(Path(site))).devices)[1:]:
             for owners, options in (("fixed", {}), ("leased", LEASED)):
                 with_slower = [leased_request(MODEL, site, {"cut": CUT, **options}, {device: times}) for times in TIMES]
                 cells = [

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import yaml
 
@@ -106,29 +106,27 @@ def mapping(where: str, data: Any) -> Mapping[str, Any]:
 # Bundled sites and systemd units, in a checkout's `configs` or in the package.
 
 
-Kind = Literal["sites", "systemd"]
-
 _CHECKOUT: Final = Path(__file__).parents[2] / "configs"
 CONFIG_DIR: Final = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "configs"
 
 
-def bundled_configs(kind: Kind) -> dict[str, Path]:
-    """Return the bundled YAML files of one kind by name."""
-    return {path.stem: path for path in sorted((CONFIG_DIR / kind).glob("*.yaml"))}
+def bundled_sites() -> dict[str, Path]:
+    """Return the bundled site files by name."""
+    return {path.stem: path for path in sorted((CONFIG_DIR / "sites").glob("*.yaml"))}
 
 
-def find_bundled_config(kind: Kind, given: Path, others: Collection[str] = ()) -> Path:
-    """Return the given file if it exists, else the bundled file by name or as `configs/KIND/NAME`.
+def find_bundled_site(given: Path, others: Collection[str] = ()) -> Path:
+    """Return the given file if it exists, else the bundled file by name or as `configs/sites/NAME`.
 
     others: further valid names. Raises ConfigError for an unknown name.
     """
-    bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", kind) else None
+    bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", "sites") else None
     if given.exists() or bare is None:
         return given
-    name, files = bare.name.removesuffix(".yaml"), bundled_configs(kind)
+    name, files = bare.name.removesuffix(".yaml"), bundled_sites()
     if name not in files:
         raise ConfigError(
-            f"there is no file {given}, and no {kind[:-1]} {name!r} comes with Hepti{nearest(name, [*files, *others])}"
+            f"there is no file {given}, and no site {name!r} comes with Hepti{nearest(name, [*files, *others])}"
         )
     return files[name]
 
@@ -164,10 +162,7 @@ class Settings:
 
     @classmethod
     def from_environment(
-        cls,
-        broker: str | None = None,
-        site: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        cls, broker: str | None = None, site: str | None = None, environment: Mapping[str, str] | None = None
     ) -> Settings:
         """Return the flags `--broker` and `--site`, else HEPTI_BROKER and HEPTI_SITE, else the defaults.
 

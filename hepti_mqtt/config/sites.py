@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config import load_yaml, mapping
-from hepti_mqtt.config.settings import CONFIG_DIR, bundled_configs, find_bundled_config, nearest
+from hepti_mqtt.config.settings import CONFIG_DIR, bundled_sites, find_bundled_site, nearest
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.core.ids import check_name
 from hepti_mqtt.core.plan import DevicePair
@@ -65,8 +65,8 @@ def find_site(given: Path) -> Cluster:
     Raises ConfigError for an invalid file or an unknown name.
     """
     match = _NAMED.fullmatch(given.name)
-    if given.exists() or match is None or given.name in bundled_configs("sites") or match[2] not in boards():
-        return load_site(find_bundled_config("sites", given, boards() if match else ()))
+    if given.exists() or match is None or given.name in bundled_sites() or match[2] not in boards():
+        return load_site(find_bundled_site(given, boards() if match else ()))
     count = _COUNTS.index(match[1]) + 1 if match[1] in _COUNTS else int(match[1])
     return board_site(match[2], count, match[3] or "gigabit")
 

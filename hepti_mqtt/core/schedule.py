@@ -371,14 +371,9 @@ class RunMachine(Generic[R]):
         """Return whether nothing else is ready, or could become ready."""
         return len(self.runs) == 1 and run.run_id in self.runs and not self._ready
 
-    def next_op(self, of: int | None = None) -> tuple[R, int] | None:
-        """Return run and place of the next op, which must run now; None if no op is ready.
-
-        of: a run id; None is returned if the next op belongs to another run.
-        """
+    def next_op(self) -> tuple[R, int] | None:
+        """Return run and place of the next op, which must run now; None if no op is ready."""
         while self._ready:
-            if of is not None and self._ready[0][0] != of:
-                return None
             run_id, place = heappop(self._ready)
             run = self.runs.get(run_id)
             if run is not None:

@@ -49,8 +49,7 @@ class WorkFactor:
     #: Computed over distinct elements by role, where more than 1; copies and sums of partial results do not count.
     roles: Mapping[str, float]
     maps: MapBytes | None = None  #: None for a model without feature maps
-    #: Devices that compute nothing, e.g. because there are fewer rows than devices.
-    idle: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()  #: devices that compute nothing, e.g. because there are fewer rows than devices
     reordered: bool = False  #: attention reads its input directly, without keys and values
 
     def to_dict(self) -> dict[str, Any]:

@@ -96,11 +96,6 @@ class SiteLoad:
     #: Each tile once that no device of the plan has cached; the planner's machine sends it, then devices share it.
     hub_bytes: int
 
-    @property
-    def fetched_bytes(self) -> int:
-        """Return the bytes over all links of devices."""
-        return sum(load.fetched_bytes for load in self.devices.values())
-
 
 def site_load(
     tiles: TileMap, needs: Mapping[str, Iterable[WeightRef]], cached: Mapping[str, Mask], *, shared: bool = True
@@ -124,10 +119,7 @@ def site_load(
 
 
 def load_seconds(
-    load: SiteLoad,
-    rates: Mapping[str, LoadRates],
-    down_bytes_per_s: Mapping[str, float],
-    hub_bytes_per_s: float = inf,
+    load: SiteLoad, rates: Mapping[str, LoadRates], down_bytes_per_s: Mapping[str, float], hub_bytes_per_s: float = inf
 ) -> dict[str, float]:
     """Return the seconds until each device has its weights, if the load has its whole processor and link.
 

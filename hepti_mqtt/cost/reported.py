@@ -121,11 +121,7 @@ def implausible_caps(caps: Mapping[str, Any]) -> str | None:
 
 
 def profile_from_caps(
-    name: str,
-    curves: Mapping[str, Any],
-    memory_bytes: float,
-    slowdown: float,
-    mesh_frame_cost: FrameCost | None = None,
+    name: str, curves: Mapping[str, Any], memory_bytes: float, slowdown: float, mesh_frame_cost: FrameCost | None = None
 ) -> DeviceProfile:
     """Return the profile described by an agent's caps; mesh_frame_cost: from its heartbeats.
 

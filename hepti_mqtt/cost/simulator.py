@@ -72,17 +72,6 @@ def largest_packet_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, pr
     return max(sizes)
 
 
-def sent_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
-    """Return all bytes that planner and devices send for one request, without copies by a broker."""
-    total = dispatch_bytes(naming, spec, shape, programs)
-    for device, program in programs.items():
-        total += report_bytes(naming, device)
-        for op in program.ops:
-            if isinstance(op, Send):
-                total += sum(send_bytes(naming, device, op, program.slots[op.slot]))
-    return total
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Latency and throughput of several requests, from their times of arrival, dispatch and answer.
 
@@ -252,10 +241,6 @@ class Simulation:
     def seconds(self) -> float:
         """Return the latency of the first request."""
         return self.runs[0].latency_s
-
-
-# Called in tests with a frame that arrives, or with (device, run, place in the Program) of an op that begins.
-Observer = Callable[[FrameArrival | tuple[str, int, int]], None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -451,11 +436,10 @@ class Simulator:
         *,
         layer: int | None = None,
         slowness: Callable[[str, float], float] | None = None,
-        observe: Observer | None = None,
     ) -> None:
         self.naming, self.spec, self.cluster = naming, spec, cluster
         self.in_flight, self.record, self.layer = in_flight, record, layer
-        self.slowness, self.observe = slowness, observe
+        self.slowness = slowness
         self.links = LinkQueues(cluster, self.record_bar)
         self.devices: dict[str, SimulatedDevice] = {}
         self.listeners: dict[str, tuple[str, ...]] = {}
@@ -598,8 +582,6 @@ class Simulator:
         """Put a frame into a device's inbox."""
         device = self.devices[frame.device]
         device.inbox.append(frame)
-        if self.observe is not None:
-            self.observe(frame)
         if not device.busy:
             self.start_next(now, device)
 
@@ -628,8 +610,6 @@ class Simulator:
         if self.record:
             label = op.label if isinstance(op, Compute) else run.costed.program.node(op.node)
             self.record_bar(device.name, lane, label, now, until)
-        if self.observe is not None:
-            self.observe((device.name, run.run_id, place))
         device.busy = True
         self.schedule(until, _ENDS, self.on_op_done, device, run, place)
 
@@ -786,14 +766,13 @@ def simulate_requests(
     cluster: Cluster,
     in_flight: int,
     record: bool = False,
-    observe: Observer | None = None,
 ) -> Simulation:
     """Simulate requests in order, at most `in_flight` at once on a device, on measured curves and links.
 
     The Programs must have all layers, since several requests share the devices. record: the time line. Raises
     ValueError if Programs wait for each other forever.
     """
-    clock = Simulator(naming, spec, cluster, in_flight, record, observe=observe)
+    clock = Simulator(naming, spec, cluster, in_flight, record)
     clock.run(requests)
     return clock.outcome()
 

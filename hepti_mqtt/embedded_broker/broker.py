@@ -87,15 +87,11 @@ def start_broker(only: str | None = None, **options: Any) -> EmbeddedBroker:
 class EmbeddedBroker:
     """A broker that ends with this process, even if this process is killed; a context manager."""
 
-    #: path of Mosquitto, None for amqtt
-    program: str | None
-    #: user -> password; None admits everybody
-    users: Mapping[str, str] | None = None
-    #: Mosquitto's max_packet_size, None for 32 MiB; amqtt has no limit
-    max_packet_bytes: int | None = None
+    program: str | None  #: path of Mosquitto, None for amqtt
+    users: Mapping[str, str] | None = None  #: user -> password; None admits everybody
+    max_packet_bytes: int | None = None  #: Mosquitto's max_packet_size, None for 32 MiB; amqtt has no limit
     address: str = HOST
-    #: 0 until the first start chooses a free port
-    port: int = 0
+    port: int = 0  #: 0 until the first start chooses a free port
     #: directory of a closed site's broker (passwd, acl, broker.crt, broker.key), replaces users; Mosquitto only
     closed: Path | None = None
     #: directory of Mosquitto's persistent state, created if missing; None for a temporary one
@@ -156,7 +152,7 @@ class EmbeddedBroker:
             )
 
     def stop(self) -> None:
-        """End the process; `start` restarts it on the same port."""
+        """End the process; `start` restarts it on the same port, with its sessions and retained messages."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -176,11 +172,6 @@ class EmbeddedBroker:
                     f"{self.kind} has ended unexpectedly, and all connections to {self.url}: "
                     f"{self.log() or 'it logged nothing, so it was killed or has crashed'}; start it again"
                 )
-
-    def restart(self) -> None:
-        """Restart it on the same port; Mosquitto restores its sessions and retained messages."""
-        self.stop()
-        self.start()
 
     def close(self) -> None:
         """End the process and delete its files, except those in `stored`. A second call does nothing."""

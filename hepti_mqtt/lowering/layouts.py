@@ -99,9 +99,9 @@ def on_device(device: int) -> Rule:
     return lambda op: [Piece(device, op.full_region)]
 
 
-def split_along(parts: Sequence[IndexSet], dim: int, relay: bool = False) -> Rule:
+def split_along(parts: Sequence[IndexSet], dim: int) -> Rule:
     """Return the layout in which device i holds part i of a dimension."""
-    return lambda op: [Piece(i, region_with(op, {dim: part}), relay) for i, part in enumerate(parts)]
+    return lambda op: [Piece(i, region_with(op, {dim: part})) for i, part in enumerate(parts)]
 
 
 def explicit(pieces: Iterable[tuple[int, Mapping[int, IndexSet]]]) -> Rule:

@@ -433,12 +433,7 @@ class ForwardWalk:
         self.turns[slot] = turn
         attrs: dict[str, Any] = {"bias": False, **norm.attrs, "keep_sum": True}
         joint = add._replace(
-            kernel="add_norm",
-            writes=(total, slot),
-            weights=norm.weights,
-            attrs=attrs,
-            layer=op.layer,
-            node=op.index,
+            kernel="add_norm", writes=(total, slot), weights=norm.weights, attrs=attrs, layer=op.layer, node=op.index
         )
         self.out.ops[at] = (turn, block, joint)
         return slot

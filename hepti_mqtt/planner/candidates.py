@@ -59,11 +59,6 @@ class Decision:
     #: The first candidate of each strategy and variant that is too slow; their prices have no memory needs.
     pruned: tuple[Candidate, ...] = ()
 
-    @property
-    def single(self) -> Candidate | None:
-        """Return the best device alone, whether chosen or not; None if no device holds the model."""
-        return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
-
     def simulation_of(self, run: Plan) -> RequestSimulation | None:
         """Return the simulation of the chosen plan, or of one of its replicas; None without a full simulation."""
         devices = set(run.devices)

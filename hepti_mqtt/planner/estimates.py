@@ -51,8 +51,7 @@ class QuantitySpec(NamedTuple):
     """What is assumed of one kind of quantity; values are logarithms."""
 
     prior: Prior
-    #: A plan may lose its lead after a mean has moved by this, and by two standard deviations.
-    moved: float = inf
+    moved: float = inf  #: a plan may lose its lead after a mean has moved by this, and by two standard deviations
     assumed: float | None = None  #: value that plans expect if it is unmeasured, None: its mean
     factor: float = 1.0  #: on its value for people
     unit: str = ""
@@ -668,11 +667,6 @@ class MethodEstimates:
         """Return the standard deviation of the logarithm of a run's time, under one plan."""
         division = self._divisions.get(strategy_key(plan))
         return RUN["run"].sd if division is None else sqrt(division.streams["run"].variance)
-
-    def runs(self, plan: Plan) -> int:
-        """Return the number of measured runs of a plan's division."""
-        division = self._divisions.get(strategy_key(plan))
-        return 0 if division is None else division.count
 
     def corrections(self, now: float | None = None) -> Corrections:
         """Return the present corrections, as `price` takes them."""

@@ -13,6 +13,7 @@ from hepti_mqtt.core.plan import DevicePair, Objective, Plan, Route, WeightDtype
 from hepti_mqtt.core.profiles import Cluster, rows_factor
 from hepti_mqtt.core.program import DTYPE_BYTES
 from hepti_mqtt.core.spec import RequestShape, Spec
+from hepti_mqtt.cost import simulator
 from hepti_mqtt.cost.loads import Mask, TileMap
 from hepti_mqtt.cost.memory import (
     loading_overhead_bytes,
@@ -20,17 +21,6 @@ from hepti_mqtt.cost.memory import (
     programs_bytes,
     resident_bytes,
     tile_map_bytes,
-)
-from hepti_mqtt.cost.simulator import (
-    ROUNDS,
-    DeviceUse,
-    Simulation,
-    Throughput,
-    TopicNames,
-    largest_packet_bytes,
-    simulate,
-    simulate_throughput,
-    simulated_request,
 )
 from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
@@ -73,7 +63,7 @@ class Budget:
 class Question:
     """The input of a search for a plan."""
 
-    naming: TopicNames
+    naming: simulator.TopicNames
     spec: Spec
     cluster: Cluster
     shape: RequestShape  #: the request to optimise for
@@ -111,14 +101,14 @@ class Question:
     @property
     def load_requests(self) -> int:
         """Return the number of requests in a full simulation of a plan's throughput."""
-        return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
+        return self.requests or (simulator.ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
 class RequestSimulation(NamedTuple):
     """One request under a plan without replicas, all its layers simulated."""
 
     shape: RequestShape
-    simulation: Simulation
+    simulation: simulator.Simulation
 
 
 class Memory(NamedTuple):
@@ -136,9 +126,9 @@ class Price:
     nbytes: int  #: sent bytes of one request
     needs: Mapping[str, int]  #: memory bytes by device
     missing: Mapping[str, int]  #: memory bytes that devices lack, by device
-    use: Mapping[str, DeviceUse]  #: work of one request by device
+    use: Mapping[str, simulator.DeviceUse]  #: work of one request by device
     correction: float = 1.0  #: measured over predicted time in earlier runs
-    load: Throughput | None = None  #: simulated throughput, None if it was not simulated
+    load: simulator.Throughput | None = None  #: simulated throughput, None if it was not simulated
     period_s: float = 0.0  #: least time between answers if requests are waiting, for the busiest device or link
     memory_bytes: Mapping[str, float] = field(default_factory=dict)  #: memory of each device
     objective: Objective = "latency"  #: the objective by which plans are compared
@@ -157,11 +147,7 @@ class Price:
     @property
     def cost(self) -> tuple[float, float]:
         """Return the cost for comparisons, smaller is better: that of the objective, then the expected seconds."""
-        costs = {
-            "latency": self.expected_s,
-            "throughput": self.expected_period_s,
-            "memory": self.memory_share,
-        }
+        costs = {"latency": self.expected_s, "throughput": self.expected_period_s, "memory": self.memory_share}
         return costs[self.objective], self.expected_s
 
     @property
@@ -206,7 +192,7 @@ class TimeParts(NamedTuple):
     others: float = 0.0  #: other work of ops
 
     @classmethod
-    def of(cls, use: Mapping[str, DeviceUse], seconds: float) -> TimeParts:
+    def of(cls, use: Mapping[str, simulator.DeviceUse], seconds: float) -> TimeParts:
         """Return the parts of a run; its devices compute in turn or in parallel; use: by device."""
         computed_s = sum(one.compute_s for one in use.values())
         if not computed_s:
@@ -293,7 +279,7 @@ def plan_packet(question: Question, plan: Plan) -> int:
     """
     shape = largest_shape(question.spec)
     parts = (compact_programs(question.spec, run, shape) for run in plan.executables)  # inner layers are alike
-    return max(largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
+    return max(simulator.largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
 
 
 def packet_limit(question: Question, plan: Plan) -> int | None:
@@ -326,8 +312,8 @@ def price(question: Question, plan: Plan, full: bool = False, memory: Memory | N
     load = None
     if full and question.load_requests:
         naming, spec, cluster = question.naming, question.spec, question.cluster
-        request = simulated_request(naming, spec, plan, question.shape, cluster)
-        load = simulate_throughput(naming, spec, request, cluster, question.in_flight, question.load_requests)
+        request = simulator.simulated_request(naming, spec, plan, question.shape, cluster)
+        load = simulator.simulate_throughput(naming, spec, request, cluster, question.in_flight, question.load_requests)
     first, use = runs[0], {device: used for run in runs for device, used in run.devices.items()}
     return Price(
         first.seconds,
@@ -344,7 +330,7 @@ def price(question: Question, plan: Plan, full: bool = False, memory: Memory | N
     )
 
 
-def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
+def _simulate_one(question: Question, plan: Plan, full: bool) -> simulator.Simulation:
     """Simulate one request under a plan without replicas; full: all layers, otherwise one of several equal layers."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
@@ -354,9 +340,9 @@ def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
         question.pause()
         parts[device] = build(spec, plan, shape, device)
     question.pause()
-    return simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
+    return simulator.simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
 
 
-def _period(cluster: Cluster, use: Mapping[str, DeviceUse]) -> float:
+def _period(cluster: Cluster, use: Mapping[str, simulator.DeviceUse]) -> float:
     """Return the seconds of work of the busiest device or link for one request."""
     return max(max(u.compute_s, u.sent_bytes / cluster.links[d].up_bytes_per_s) for d, u in use.items())

@@ -429,14 +429,14 @@ def decide(question: Question, *, chosen_only: bool = False) -> Decision:
     return search.decision(chosen_only=chosen_only)
 
 
-def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
+def decide_hurried(question: Question) -> Decision:
     """Return the best standing plan, or else the first feasible plan, for requests that wait without a plan.
 
-    last: the previous plan, which may have lost devices. A finite budget of the question is used. Errors of narrow
-    wires are not measured.
+    The active plan may have lost devices. A finite budget of the question is used. Errors of narrow wires are not
+    measured.
     """
     budget = question.budget if question.budget.seconds < inf else Budget(0.0)
-    return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
+    return decide(replace(question, accuracy=None, budget=budget))
 
 
 def decide_recalled(question: Question, recalled: EarlierPlan) -> Decision:

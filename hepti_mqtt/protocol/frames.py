@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.core.errors import BadNameError, WireError
 from hepti_mqtt.core.ids import PLANNER, PlanVersion, check_model
 from hepti_mqtt.core.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import Draw, PlainShape, RequestShape, Want
 from hepti_mqtt.protocol.keys import TAG_BYTES, UNKEYED, FrameKey, frame_tag, same_tag
 from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
@@ -82,28 +83,19 @@ class Frame:
     """One array and its header."""
 
     kind: FrameKind
-    #: empty in probes only
-    model: str
+    model: str  #: empty in probes only
     plan_version: PlanVersion
     run_id: int
-    #: of the tensor, as in the topic
-    layer: int = 0
-    #: index of the tensor in the model's graph; (node, part, source) identify an exchange of the run
-    node: int = 0
+    layer: int = 0  #: of the tensor, as in the topic
+    node: int = 0  #: index of the tensor in the model's graph; (node, part, source) identify an exchange of the run
     source: str = PLANNER
-    #: index of the message among those of its source
-    part: int = 0
+    part: int = 0  #: index of the message among those of its source
     dtype: SlotDtype = "u8"
-    #: at most 4 dimensions
-    shape: tuple[int, ...] = (0,)
-    #: index of its first row in the whole tensor
-    row_start: int = 0
-    #: at most 8 counters, e.g. microseconds of compute and wait, bytes sent
-    numbers: tuple[int, ...] = ()
-    #: C order, little-endian, as many bytes as shape and dtype require
-    body: Body | NDArray[Any] = b""
-    #: the header of a received frame
-    header: bytes = b""
+    shape: tuple[int, ...] = (0,)  #: at most 4 dimensions
+    row_start: int = 0  #: index of its first row in the whole tensor
+    numbers: tuple[int, ...] = ()  #: at most 8 counters, e.g. microseconds of compute and wait, bytes sent
+    body: Body | NDArray[Any] = b""  #: C order, little-endian, as many bytes as shape and dtype require
+    header: bytes = b""  #: the header of a received frame
 
     def array(self) -> NDArray[Any]:
         """Return the body as a read-only view of `shape` and `dtype`."""
@@ -599,7 +591,7 @@ class ExchangeCache:
     """Checked exchanges by sender, topic and header prefix."""
 
     def __init__(self) -> None:
-        self._exchanges: dict[tuple[str, str, bytes], CheckedExchange] = {}
+        self._exchanges = Recent[tuple[str, str, bytes], CheckedExchange](MAX_EXCHANGES)
 
     def arrival(self, peer: str, topic: str, payload: memoryview) -> TensorArrival | None:
         """Return the tensor of a payload with a checked header; None if the caller must decode the payload."""
@@ -613,8 +605,6 @@ class ExchangeCache:
         """Cache the exchange of a decoded and permitted tensor frame; packet_head: its PUBLISH header."""
         if payload.nbytes == HEADER_BYTES:
             return  # np.frombuffer refuses an empty array
-        if len(self._exchanges) >= MAX_EXCHANGES:
-            self._exchanges.clear()
         prefix = bytes(payload[:HEADER_PREFIX_BYTES])
         self._exchanges[peer, topic, prefix] = CheckedExchange(
             prefix,

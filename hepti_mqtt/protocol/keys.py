@@ -150,8 +150,7 @@ class Channel:
         self._wrap = _derive(secret, b"wrap")
         self._numbers, self._latest = numbers, 0
         self._accepted: set[int] = set()  # numbers within the replay window
-        #: whether the other end has proved that it has the secret
-        self.verified = False
+        self.verified = False  #: whether the other end has proved that it has the secret
 
     def seal(self, message: bytes) -> bytes:
         """Add a seal to a message."""

@@ -45,14 +45,10 @@ class Number:
     unit: str = ""
     low: float = 0
     high: float = U63
-    #: a float; otherwise an integer
-    real: bool = False
-    #: whether None is valid
-    optional: bool = False
-    #: narrower bounds for planning
-    credible: tuple[float, float] | None = None
-    #: replaces a heartbeat's number beyond `credible`
-    instead: float | None = None
+    real: bool = False  #: a float; otherwise an integer
+    optional: bool = False  #: whether None is valid
+    credible: tuple[float, float] | None = None  #: narrower bounds for planning
+    instead: float | None = None  #: replaces a heartbeat's number beyond `credible`
 
     def __call__(self, value: Any) -> Any:
         """Return the checked value, a float if `real`. Raises ValueError."""

@@ -71,15 +71,13 @@ class ParsedTopic:
     device: str = ""
     model: str = ""
     layer: int = 0
-    #: sender of an activation: a device or `planner`
-    source: str = ""
+    source: str = ""  #: sender of an activation: a device or `planner`
     #: receiver of an activation (a device, `planner` or `all`) or of weights, or the first device of a run's plan
     to: str = ""
     client: str = ""
     request: str = ""
     event: str = ""
-    #: site of a planner that shares this site's requests
-    group: str = ""
+    group: str = ""  #: site of a planner that shares this site's requests
 
 
 class Topics:

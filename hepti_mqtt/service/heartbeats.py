@@ -29,15 +29,12 @@ class HeartbeatInbox:
         self._lock = threading.Lock()  # guards the following fields
         self._latest: dict[str, bytes] = {}  # by topic, longest wait first
         self.heard_s = 0.0
-        self.dropped = 0
 
     def put(self, topic: str, payload: Any) -> None:
         """Keep a heartbeat; called on the network thread."""
         self.heard_s = time.monotonic()
         with self._lock:
-            if len(payload) > MAX_SELF_BYTES or (topic not in self._latest and len(self._latest) >= TOPICS):
-                self.dropped += 1
-            else:
+            if len(payload) <= MAX_SELF_BYTES and (topic in self._latest or len(self._latest) < TOPICS):
                 self._latest[topic] = bytes(payload)
 
     def take(self) -> list[tuple[str, bytes]]:

@@ -335,12 +335,7 @@ def decoder_table(division: Division) -> Table:
 
     if division.layout == "row":
         return Table(
-            {
-                roles.CACHE: cache,
-                roles.QKV: rows,
-                roles.ATTENTION: split_along(heads, 1),
-                roles.AFTER_MLP: rows,
-            }
+            {roles.CACHE: cache, roles.QKV: rows, roles.ATTENTION: split_along(heads, 1), roles.AFTER_MLP: rows}
         )
     embedded = None if division.divides_embeddings else division.root
     return Table(

@@ -11,20 +11,11 @@ from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
 from hepti_mqtt.core.spec import RequestShape, Spec
-from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering import passes, roles
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Rule, Table, on_device, split_along
 from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE, Lowered
-from hepti_mqtt.lowering.passes import (
-    fuse_conversions,
-    merge_copies,
-    narrow_weight,
-    narrow_weights,
-    narrow_wire,
-    set_routes,
-    widen_in_assemble,
-)
 from hepti_mqtt.lowering.regions import IndexSet, span
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
 from hepti_mqtt.shares import DeviceResources
@@ -196,14 +187,14 @@ def _slots_after_passes(
 
 def run_passes(program: Program, plan: Plan) -> Program:
     """Return a Program with joined copies, and with the plan's wire dtype, weight storage and routes."""
-    whole = merge_copies(program)
+    whole = passes.merge_copies(program)
     if plan.wire != "f32":
-        whole = widen_in_assemble(narrow_wire(whole, plan.wire))
+        whole = passes.widen_in_assemble(passes.narrow_wire(whole, plan.wire))
     if plan.weight_dtype != "f32":
-        whole = narrow_weights(whole, plan.weight_dtype)
+        whole = passes.narrow_weights(whole, plan.weight_dtype)
     if plan.wire != "f32":
-        whole = fuse_conversions(whole)
-    return set_routes(whole, plan.route, plan.relayed_pairs)
+        whole = passes.fuse_conversions(whole)
+    return passes.set_routes(whole, plan.route, plan.relayed_pairs)
 
 
 class _Passes(Keyed):
@@ -349,7 +340,7 @@ def _resident_weights(spec: Spec, divided: PlanKey, device: str) -> tuple[Weight
     plan = divided.plan
     longest = (low for wide in plans_for_all_weights(spec, plan) for low in lowered_for_longest(spec, wide, device))
     refs = dict.fromkeys(ref for lowered in longest for ref in lowered.weight_refs(device))
-    return tuple(narrow_weight(ref, plan.weight_dtype) for ref in refs)
+    return tuple(passes.narrow_weight(ref, plan.weight_dtype) for ref in refs)
 
 
 def resident_counts(spec: Spec, plan: Plan, device: str) -> Mapping[WeightRef, int]:
@@ -367,7 +358,7 @@ def _resident_counts(spec: Spec, divided: PlanKey, device: str) -> Mapping[Weigh
     if len({part.repeat for part in parts}) > 1:
         return dict.fromkeys(_resident_weights(spec, divided, device), 1)
     counts = {ref: times for part in parts for ref, times in part.weight_counts(device).items()}
-    return {narrow_weight(ref, plan.weight_dtype): times for ref, times in counts.items()}
+    return {passes.narrow_weight(ref, plan.weight_dtype): times for ref, times in counts.items()}
 
 
 def sources_of(spec: Spec, plan: Plan, device: str) -> frozenset[str]:

@@ -35,17 +35,8 @@ class TaskQueue:
         first = {device: initial_task(devices, device, tasks) for device in devices}
         self._leases = {device: (task, now) for device, task in first.items() if task is not None}
         self._waiting = deque(range(min(len(self._devices), tasks), tasks))
-        self._completed_by: dict[int, str] = {}
+        self.completed_by: dict[int, str] = {}  #: by task: the device of the result that counted
         self._last_duration_s: dict[str, float] = {}
-
-    @property
-    def all_done(self) -> bool:
-        """Return whether every task has been computed."""
-        return len(self._completed_by) == self.tasks
-
-    def tasks_done_by_device(self) -> dict[str, int]:
-        """Return the number of each device's results that counted."""
-        return {device: list(self._completed_by.values()).count(device) for device in self._devices}
 
     def complete_task(self, device: str, task: int, now: float) -> None:
         """Record that a device has computed a task; ignored without its lease."""
@@ -54,18 +45,18 @@ class TaskQueue:
             return
         del self._leases[device]
         self._last_duration_s[device] = now - lease[1]
-        self._completed_by.setdefault(task, device)
+        self.completed_by.setdefault(task, device)
 
     def remove_device(self, device: str) -> None:
         """Requeue all tasks of a device that has left, since its results may not have arrived."""
         if device not in self._devices:
             return
         self._devices.remove(device)
-        requeued = [task for task, by in self._completed_by.items() if by == device]
+        requeued = [task for task, by in self.completed_by.items() if by == device]
         for task in requeued:
-            del self._completed_by[task]
+            del self.completed_by[task]
         lease = self._leases.pop(device, None)
-        if lease is not None and lease[0] not in self._completed_by:
+        if lease is not None and lease[0] not in self.completed_by:
             requeued.append(lease[0])
         leased = {task for task, _ in self._leases.values()}
         self._waiting.extendleft(sorted(set(requeued) - leased, reverse=True))
@@ -104,8 +95,8 @@ class TaskQueue:
     def assert_invariants(self) -> None:
         """Raise AssertionError unless every task is completed, leased or waiting."""
         leased = {task for task, _ in self._leases.values()}
-        assert set(self._completed_by) | leased | set(self._waiting) == set(range(self.tasks))
-        assert not set(self._waiting) & (leased | set(self._completed_by))
+        assert set(self.completed_by) | leased | set(self._waiting) == set(range(self.tasks))
+        assert not set(self._waiting) & (leased | set(self.completed_by))
 
     def _idle_devices(self) -> list[str]:
         """Return the devices without a lease, the fastest first."""
@@ -119,7 +110,7 @@ class TaskQueue:
         """Return (lease start, task) of unfinished tasks with a single lease."""
         leased = [task for task, _ in self._leases.values()]
         return [
-            (s, task) for task, s in self._leases.values() if task not in self._completed_by and leased.count(task) == 1
+            (s, task) for task, s in self._leases.values() if task not in self.completed_by and leased.count(task) == 1
         ]
 
 

@@ -27,14 +27,11 @@ UNAVAILABLE: Final = frozenset({3, 136, 137, 151, 156, 157, 159})  # server unav
 class Connected:
     """The connection is up, and the broker has acknowledged all subscriptions."""
 
-    #: 4 (MQTT 3.1.1) or 5
-    protocol: int
+    protocol: int  #: 4 (MQTT 3.1.1) or 5
     #: the broker's limit, as `publish_bytes` counts; None if it announces none (MQTT 5 only)
     largest_packet_bytes: int | None
-    #: whether the broker runs on this machine
-    local: bool = False
-    #: whether the broker kept our session
-    resumed: bool = False
+    local: bool = False  #: whether the broker runs on this machine
+    resumed: bool = False  #: whether the broker kept our session
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +63,8 @@ class Refused:
 class Receipt(NamedTuple):
     """Identifies a delivery for its acknowledgement."""
 
-    #: number of the connection that received the message
-    connection: int
-    #: its packet id
-    packet: int
+    connection: int  #: number of the connection that received the message
+    packet: int  #: its packet id
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +73,9 @@ class Delivery:
 
     topic: str
     payload: bytes
-    #: None at QoS 0
-    receipt: Receipt | None
-    #: whether the broker has sent it before
-    repeated: bool
-    #: whether it is a stored retained message, not a new publish
-    retained: bool = False
+    receipt: Receipt | None  #: None at QoS 0
+    repeated: bool  #: whether the broker has sent it before
+    retained: bool = False  #: whether it is a stored retained message, not a new publish
 
 
 Body = bytes | memoryview
@@ -111,10 +103,8 @@ class Counts:
     published_bytes: int = 0
     received: int = 0
     received_bytes: int = 0
-    #: messages of QoS 0 without a connection or with a full queue, and messages queued at the end
-    lost: int = 0
-    #: received messages with an invalid topic, and callbacks that raised
-    bad: int = 0
+    lost: int = 0  #: messages of QoS 0 without a connection or with a full queue, and messages queued at the end
+    bad: int = 0  #: received messages with an invalid topic, and callbacks that raised
     reconnections: int = 0
 
 
@@ -123,8 +113,7 @@ class VersionRefused(NetworkError):
 
     def __init__(self, message: str, *, is_sure: bool) -> None:
         super().__init__(message)
-        #: whether the broker refused the version or closed the connection
-        self.is_sure = is_sure
+        self.is_sure = is_sure  #: whether the broker refused the version or closed the connection
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -267,8 +256,7 @@ class Inbox(Generic[Event]):
         self._lock = threading.Lock()
         self._offered_bytes = 0
         self._taken_bytes = 0  # only the reading thread writes it, so `get` needs no lock
-        #: called by the sending thread after every new event
-        self.wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None  #: called by the sending thread after every new event
         #: whether no event waits; called before every op, hence bound directly
         self.empty: Callable[[], bool] = self._queue.empty
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.core.errors import HeptiError, NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
+from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
     MAX_QUEUED,
@@ -39,19 +40,6 @@ from hepti_mqtt.transport.base import (
     Will,
 )
 from hepti_mqtt.transport.client_protocol import Acknowledged, Granted
-from hepti_mqtt.transport.codec import (
-    FAILURE,
-    MAXIMUM_PACKET_SIZE,
-    NO_SUBSCRIBERS,
-    RECEIVE_MAXIMUM,
-    SESSION_EXPIRY,
-    Connect,
-    Puback,
-    Publish,
-    is_filter,
-    is_topic,
-    reason,
-)
 from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken
 from hepti_mqtt.transport.sockets import Wake
 from hepti_mqtt.transport.url import BrokerUrl
@@ -101,10 +89,8 @@ class BrokerConnection:
     and is repeated after a reconnection; if the broker hangs up on it repeatedly, it is reported as `Refused`.
     """
 
-    #: whether received payloads are views of reused memory instead of copies
-    bulk = False
-    #: versions of MQTT in the order of attempts
-    versions: tuple[int, ...] = (5, 4)
+    bulk = False  #: whether received payloads are views of reused memory instead of copies
+    versions: tuple[int, ...] = (5, 4)  #: versions of MQTT in the order of attempts
 
     def __init__(
         self,
@@ -184,7 +170,7 @@ class BrokerConnection:
         """
         if not isinstance(payload, (bytes, bytearray)):
             raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
-        if not is_topic(topic) or qos not in (0, 1):
+        if not codec.is_topic(topic) or qos not in (0, 1):
             raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
         if not qos:
             self._send(topic, (payload,), retain, copied=False)
@@ -210,7 +196,7 @@ class BrokerConnection:
         if not filters:
             raise ValueError("name at least one filter")
         for name, qos in filters:
-            if not is_filter(name) or qos not in (0, 1):
+            if not codec.is_filter(name) or qos not in (0, 1):
                 raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
         with self._lock:
             self._token += 1
@@ -232,7 +218,7 @@ class BrokerConnection:
         """Acknowledge a delivery; the broker repeats deliveries of earlier connections."""
         with self._lock:
             if self._link is not None and receipt.connection == self._connection:
-                self._link.say(self._link.protocol.encode(Puback(receipt.packet)))
+                self._link.say(self._link.protocol.encode(codec.Puback(receipt.packet)))
 
     def counts(self) -> Counts:
         """Return a snapshot of the counters."""
@@ -390,18 +376,18 @@ class BrokerConnection:
         link.open(timeout_s, patience_s, stop)
         return link
 
-    def _greeting(self, version: int) -> Connect:
+    def _greeting(self, version: int) -> codec.Connect:
         will, options = None, 0
         if self.will is not None:
             will, options = (self.will.topic, self.will.payload), self.will.qos << 3 | self.will.retain << 5
         properties: dict[int, int | bytes] = {}
         if version == 5 and not self.clean:
-            properties[SESSION_EXPIRY] = SESSION_EXPIRY_S
+            properties[codec.SESSION_EXPIRY] = SESSION_EXPIRY_S
         if version == 5 and self.receive_maximum is not None:
-            properties[RECEIVE_MAXIMUM] = self.receive_maximum
+            properties[codec.RECEIVE_MAXIMUM] = self.receive_maximum
         user, password = self.url.user, self.url.password
         login = (user, None if password is None else password.encode())
-        return Connect(version, self.client_id, *login, self.clean, KEEPALIVE_S, will, properties, options)
+        return codec.Connect(version, self.client_id, *login, self.clean, KEEPALIVE_S, will, properties, options)
 
     def _reopen(self) -> Link | None:
         """Reconnect; return None after `close`."""
@@ -420,9 +406,9 @@ class BrokerConnection:
         """Subscribe and send waiting messages."""
         connack, refusals = link.protocol.connack, list[tuple[Message, str, bool]]()
         assert connack is not None
-        limit = connack.properties.get(MAXIMUM_PACKET_SIZE)
+        limit = connack.properties.get(codec.MAXIMUM_PACKET_SIZE)
         largest = limit - 1 if isinstance(limit, int) else None  # `publish_bytes` omits one byte of MQTT 5
-        window = connack.properties.get(RECEIVE_MAXIMUM, MAX_INFLIGHT)
+        window = connack.properties.get(codec.RECEIVE_MAXIMUM, MAX_INFLIGHT)
         self._resumed = connack.present
         self._connected = Connected(link.protocol.version, largest, link.local, connack.present)
         with self._lock:
@@ -486,7 +472,7 @@ class BrokerConnection:
 
     def _take(self, link: Link, event: Taken) -> None:
         match event:
-            case Publish():
+            case codec.Publish():
                 self._arrived(link, event)
             case Granted():
                 self._granted(event)
@@ -495,12 +481,12 @@ class BrokerConnection:
                     self._kept_bytes -= message.packet_bytes
                     self._window = self._full_window
                     self._feed()
-                if code >= FAILURE:
-                    self._refuse(message, reason(code), True)
+                if code >= codec.FAILURE:
+                    self._refuse(message, codec.reason(code), True)
                 elif message.taken is not None:
-                    self._call(message.taken, code != NO_SUBSCRIBERS)
+                    self._call(message.taken, code != codec.NO_SUBSCRIBERS)
 
-    def _arrived(self, link: Link, event: Publish) -> None:
+    def _arrived(self, link: Link, event: codec.Publish) -> None:
         with self._lock:
             if event.topic:
                 self._counts.received += 1
@@ -515,13 +501,13 @@ class BrokerConnection:
                 return
             self._call(self.on_message, event.topic, payload)
         if event.qos:
-            link.say(link.protocol.encode(Puback(event.packet_id)))
+            link.say(link.protocol.encode(codec.Puback(event.packet_id)))
 
     def _granted(self, event: Granted) -> None:
-        refused = [(name, code) for name, code in zip(event.filters, event.codes, strict=True) if code >= FAILURE]
+        refused = [(name, code) for name, code in zip(event.filters, event.codes, strict=True) if code >= codec.FAILURE]
         state: State = Subscribed(event.key)
         if refused:
-            state = Refused(event.key, tuple(name for name, _ in refused), reason(refused[0][1]))
+            state = Refused(event.key, tuple(name for name, _ in refused), codec.reason(refused[0][1]))
         self._call(self._on_state, state)
         self._awaited.discard(event.key)
         self._announce()

@@ -56,12 +56,7 @@ def low_queue_warning(in_flight: int, queued: int, place: str) -> str:
 
 
 def largest_packet(
-    url: BrokerUrl,
-    *,
-    client_id: str,
-    topic: str,
-    wanted_bytes: int,
-    protocol: int | None = None,
+    url: BrokerUrl, *, client_id: str, topic: str, wanted_bytes: int, protocol: int | None = None
 ) -> int:
     """Return the bytes of the largest PUBLISH that the broker returns, at most `wanted_bytes`.
 
@@ -242,19 +237,11 @@ class PacketLimit:
 class QueueCapacity(NamedTuple):
     """Messages of QoS 1 that a broker keeps for one client; it drops further messages."""
 
-    #: sent and unacknowledged
-    in_flight: int
-    #: kept beyond them
-    queued: int
+    in_flight: int  #: sent and unacknowledged
+    queued: int  #: kept beyond them
 
 
-def queue_capacity(
-    url: BrokerUrl,
-    *,
-    client_id: str,
-    topic: str,
-    wanted: int,
-) -> QueueCapacity | None:
+def queue_capacity(url: BrokerUrl, *, client_id: str, topic: str, wanted: int) -> QueueCapacity | None:
     """Return the broker's queue for one client, None if it keeps `wanted` messages beyond those in flight.
 
     Sends small messages to itself on `topic` and acknowledges none until the broker has accepted all.
@@ -281,8 +268,7 @@ class _QueueProbe(Echo):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._unacknowledged: list[Receipt] = []
-        #: received messages
-        self.arrived = 0
+        self.arrived = 0  #: received messages
 
     def fill(self, count: int) -> int:
         """Send messages, wait until the broker has accepted all, and return their number."""

@@ -35,8 +35,7 @@ class Channels:
         self.route: Callable[[str, str, int], bytes | None] = endpoint.head_for
         #: (peer, parts, sent): sends the rest of a frame after its first `sent` bytes
         self.keep: Callable[[str, Sequence[bytes | NDArray[Any]], int], None] = endpoint.keep
-        #: frames and payload bytes, sent and received
-        self.traffic = (0, 0)
+        self.traffic = (0, 0)  #: frames and payload bytes, sent and received
 
     @property
     def version(self) -> int:

@@ -9,19 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.transport.codec import (
-    Connack,
-    Control,
-    Decoder,
-    Event,
-    Malformed,
-    Puback,
-    Suback,
-    Subscribe,
-    Unsubscribe,
-    encode,
-    publish_head,
-)
+from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.sockets import Connection, low_water
 
 LOW_WATER: Final = 512 * 1024  # bytes of a payload that wake the reader, instead of every segment
@@ -31,69 +19,64 @@ MAX_READS: Final = 64  # of one connection before the next connection's turn
 class Granted(NamedTuple):
     """The answer to a SUBSCRIBE."""
 
-    #: of `ClientProtocol.subscribe`
-    key: Any
+    key: Any  #: of `ClientProtocol.subscribe`
     filters: tuple[str, ...]
-    #: one per filter
-    codes: bytes
+    codes: bytes  #: one per filter
 
 
 class Acknowledged(NamedTuple):
     """The broker accepted or (MQTT 5) refused a message of QoS 1."""
 
-    #: of `ClientProtocol.publish`
-    message: Any
+    message: Any  #: of `ClientProtocol.publish`
     code: int
 
 
 class ClientProtocol:
     """A client of MQTT 3.1.1 or 5: packet ids, unanswered packets, and the order of packets."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: codec.Decoder) -> None:
         self.decoder, self.version = decoder, decoder.version
-        #: The answer to CONNECT, None before it.
-        self.connack: Connack | None = None
-        #: Unacknowledged messages of QoS 1 by packet id, in order.
-        self.inflight: dict[int, Any] = {}
+        self.connack: codec.Connack | None = None  #: the answer to CONNECT, None before it
+        self.inflight: dict[int, Any] = {}  #: unacknowledged messages of QoS 1 by packet id, in order
         self._subscribing: dict[int, tuple[Any, tuple[str, ...]]] = {}
         self._id = 0
 
-    def encode(self, command: Control) -> bytes:
+    def encode(self, command: codec.Control) -> bytes:
         """Return a packet in the version of this connection."""
-        return encode(command, self.version)
+        return codec.encode(command, self.version)
 
     def subscribe(self, key: Any, filters: Sequence[tuple[str, int]]) -> bytes:
         """Return a SUBSCRIBE to (filter, QoS); its `Granted` carries the key."""
         packet_id = self._next_id()
         self._subscribing[packet_id] = (key, tuple(name for name, _ in filters))
-        return self.encode(Subscribe(packet_id, tuple(filters)))
+        return self.encode(codec.Subscribe(packet_id, tuple(filters)))
 
     def unsubscribe(self, names: Sequence[str]) -> bytes:
         """Return an UNSUBSCRIBE."""
-        return self.encode(Unsubscribe(self._next_id(), tuple(names)))
+        return self.encode(codec.Unsubscribe(self._next_id(), tuple(names)))
 
     def publish(self, message: Any, topic: str, nbytes: int, qos: int = 0, retain: bool = False) -> bytes:
         """Return the PUBLISH header of a payload; at QoS 1 its `Acknowledged` carries the message."""
         packet_id = self._next_id() if qos else 0
         if qos:
             self.inflight[packet_id] = message
-        return publish_head(topic, nbytes, self.version, qos=qos, retain=retain, packet_id=packet_id)
+        return codec.publish_head(topic, nbytes, self.version, qos=qos, retain=retain, packet_id=packet_id)
 
-    def accept(self, event: Event) -> Event | Granted | Acknowledged | None:
+    def accept(self, event: codec.Event) -> codec.Event | Granted | Acknowledged | None:
         """Match a decoder's event with its request; return None for an unexpected answer. Raises Malformed."""
-        if (self.connack is None) is not isinstance(event, Connack):
-            raise Malformed(f"{type(event).__name__.upper()} is out of place")
+        if (self.connack is None) is not isinstance(event, codec.Connack):
+            raise codec.Malformed(f"{type(event).__name__.upper()} is out of place")
         match event:
-            case Connack():
+            case codec.Connack():
                 self.connack = event
-            case Suback(packet_id, codes):
+            case codec.Suback(packet_id, codes):
                 key, filters = self._subscribing.pop(packet_id, (None, ()))
                 if key is None:
                     return None
                 if len(codes) != len(filters):
-                    raise Malformed(f"{len(codes)} answers to {len(filters)} filters")
+                    raise codec.Malformed(f"{len(codes)} answers to {len(filters)} filters")
                 return Granted(key, filters, codes)
-            case Puback(packet_id, code):
+            case codec.Puback(packet_id, code):
                 message = self.inflight.pop(packet_id, None)
                 return None if message is None else Acknowledged(message, code)
         return event
@@ -108,14 +91,12 @@ class ClientProtocol:
 class Reader:
     """Reads one connection. sock: its socket, for low-water marks; None with TLS or a WebSocket."""
 
-    def __init__(self, decoder: Decoder, connection: Connection, sock: socket.socket | None) -> None:
+    def __init__(self, decoder: codec.Decoder, connection: Connection, sock: socket.socket | None) -> None:
         self._decoder, self._connection, self._sock = decoder, connection, sock
-        #: Received bytes, headers included.
-        self.nbytes = 0
-        #: The socket's low-water mark.
-        self.low = 1
+        self.nbytes = 0  #: received bytes, headers included
+        self.low = 1  #: the socket's low-water mark
 
-    def read(self, take: Callable[[Event], None], pending: Callable[[], int] | None = None) -> bool:
+    def read(self, take: Callable[[codec.Event], None], pending: Callable[[], int] | None = None) -> bool:
         """Read available bytes, at most one large payload; return whether more may be available.
 
         pending: returns the decrypted bytes that TLS buffers. Raises OSError at the end of the stream, Malformed.
@@ -141,7 +122,7 @@ class Reader:
         self._wake_for_the_rest()
         return is_left
 
-    def take(self, data: memoryview, take: Callable[[Event], None]) -> None:
+    def take(self, data: memoryview, take: Callable[[codec.Event], None]) -> None:
         """Process bytes that other code read from the socket. Raises Malformed."""
         while data.nbytes:
             room = self._decoder.buffer()[: data.nbytes]
@@ -150,7 +131,7 @@ class Reader:
             data = data[room.nbytes :]
         self._wake_for_the_rest()
 
-    def _handle(self, nbytes: int, take: Callable[[Event], None]) -> None:
+    def _handle(self, nbytes: int, take: Callable[[codec.Event], None]) -> None:
         self.nbytes += nbytes
         event = self._decoder.received(nbytes)
         while event is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.transport.buffers import Buffers
 
 CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK = 0x10, 0x20, 0x30, 0x40, 0x82, 0x90
@@ -77,14 +78,11 @@ class Publish(NamedTuple):
     """A message."""
 
     topic: str
-    #: its memory is reused after the last reference is gone
-    payload: memoryview
+    payload: memoryview  #: its memory is reused after the last reference is gone
     qos: int = 0
     retain: bool = False
-    #: 0 at QoS 0
-    packet_id: int = 0
-    #: whether the sender has sent it before (DUP)
-    repeated: bool = False
+    packet_id: int = 0  #: 0 at QoS 0
+    repeated: bool = False  #: whether the sender has sent it before (DUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +95,17 @@ class Connect:
     password: bytes | None = None
     clean: bool = True
     keepalive_s: int = 0
-    #: topic and payload of the last will
-    will: tuple[str, bytes] | None = None
+    will: tuple[str, bytes] | None = None  #: topic and payload of the last will
     properties: Properties = field(default_factory=dict)
-    #: QoS and RETAIN of the will, as flags of CONNECT
-    will_options: int = 0
+    will_options: int = 0  #: QoS and RETAIN of the will, as flags of CONNECT
 
 
 @dataclass(frozen=True, slots=True)
 class Connack:
     """The answer to CONNECT."""
 
-    #: 0, or the version's code for a refusal
-    code: int
-    #: whether the broker kept our session
-    present: bool = False
+    code: int  #: 0, or the version's code for a refusal
+    present: bool = False  #: whether the broker kept our session
     properties: Properties = field(default_factory=dict)
 
 
@@ -478,14 +472,13 @@ class Decoder:
         any_topic: bool = False,
     ) -> None:
         self.reads, self.version, self.limit_bytes = reads, version, limit_bytes
-        #: Bytes of the current payload that have not arrived.
-        self.missing = 0
+        self.missing = 0  #: bytes of the current payload that have not arrived
         self._control_bytes, self._any_topic = control_bytes, any_topic
         self._buffers = Buffers() if buffers is None else buffers
         self._stage = memoryview(bytearray(max(STAGE, control_bytes + 5)))
         self._start = self._end = 0  # unparsed range of the stage
-        self._topics: dict[bytes, str] = {}
-        self._leads: dict[bytes, tuple[int, int, int]] = {}
+        self._topics = Recent[bytes, str](MAX_TOPICS)
+        self._leads = Recent[bytes, tuple[int, int, int]](MAX_LEADS)
         self._begun: Publish | None = None  # message with an incomplete payload
 
     @property
@@ -574,8 +567,6 @@ class Decoder:
         if not plain:
             return self._with_more(first, at, start, at + length)
         if first == PUBLISH and end - begin >= LEAD:
-            if len(self._leads) >= MAX_LEADS:
-                self._leads.clear()
             self._leads[bytes(stage[begin : begin + LEAD])] = (at + 2 - begin, start - begin, at + length - begin)
         return self._publish(first, at + 2, start, at + length)
 
@@ -624,8 +615,6 @@ class Decoder:
             if self._any_topic:
                 return ""
             raise Malformed(f"a topic {name[:64]!r}")
-        if len(self._topics) >= MAX_TOPICS:
-            self._topics.clear()
         self._topics[name] = topic
         return topic
 

@@ -17,33 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from hepti_mqtt.transport.codec import (
-    ASSIGNED_CLIENT,
-    AUTHENTICATION_METHOD,
-    FAILURE,
-    FROM_STRANGER,
-    FROM_SUBSCRIBER,
-    MAX_LENGTH,
-    MAXIMUM_PACKET_SIZE,
-    Buffer,
-    Connack,
-    Connect,
-    Decoder,
-    Event,
-    Malformed,
-    Pingreq,
-    Pingresp,
-    Properties,
-    Suback,
-    Subscribe,
-    Unsuback,
-    Unsubscribe,
-    covers,
-    encode,
-    is_filter,
-    matches,
-    publish_head,
-)
+from hepti_mqtt.core.recent import Recent
+from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.peer import PeerStats
 from hepti_mqtt.transport.sockets import Connection, listen, tune_sender, unacknowledged
 
@@ -61,7 +36,7 @@ IN, OUT = select.EPOLLIN, select.EPOLLOUT
 _BAD_LOGIN, _BAD_METHOD, _NO_FILTER, _NOT_ALLOWED, _TOO_MANY = 0x86, 0x8C, 0x8F, 0x87, 0x97
 _NOT_FOUND: Final = 0x11
 # For clients of MQTT 5: QoS 0 only, no RETAIN, no subscription ids, no shared subscriptions, packets of 16 KB.
-_OFFERED: Final[Properties] = {0x24: 0, 0x25: 0, 0x29: 0, 0x2A: 0, MAXIMUM_PACKET_SIZE: MAX_ASKED}
+_OFFERED: Final[codec.Properties] = {0x24: 0, 0x25: 0, 0x29: 0, 0x2A: 0, codec.MAXIMUM_PACKET_SIZE: MAX_ASKED}
 _numbers = itertools.count(1)
 _log = logging.getLogger(__name__)
 
@@ -102,7 +77,7 @@ class Acl:
     def allows(self, user: str, pattern: str) -> bool:
         """Return whether one grant of this user covers a filter."""
         grants = self._by_user.get(user, {})
-        return any(covers(allowed, pattern) for grant in grants.values() for allowed in grant.filters)
+        return any(codec.covers(allowed, pattern) for grant in grants.values() for allowed in grant.filters)
 
     def limit_bytes(self, user: str) -> int:
         """Return the limit of queued bytes for a user."""
@@ -113,18 +88,14 @@ class ClientSession:
     """A client's session at an endpoint: `feed` takes received bytes and returns the answers."""
 
     def __init__(self, rules: Acl) -> None:
-        #: 4 or 5 after the login, 0 before
-        self.version = 0
+        self.version = 0  #: 4 or 5 after the login, 0 before
         self.client = self.user = ""
         self.filters: set[str] = set()
-        #: longest silence that its keep-alive allows
-        self.silence_s = float("inf")
-        #: largest packet that the client accepts
-        self.largest_bytes = MAX_LENGTH
-        #: whether to close the connection after the answer
-        self.over = False
+        self.silence_s = float("inf")  #: longest silence that its keep-alive allows
+        self.largest_bytes = codec.MAX_LENGTH  #: largest packet that the client accepts
+        self.over = False  #: whether to close the connection after the answer
         self._rules = rules
-        self._decoder = Decoder(FROM_STRANGER, control_bytes=MAX_ASKED)
+        self._decoder = codec.Decoder(codec.FROM_STRANGER, control_bytes=MAX_ASKED)
 
     def feed(self, data: bytes) -> bytes:
         """Return the answers to received bytes, whole packets or parts. Raises Malformed."""
@@ -136,51 +107,51 @@ class ClientSession:
             while event is not None:
                 packets += 1
                 if packets > MAX_AT_ONCE:
-                    raise Malformed(f"more than {MAX_AT_ONCE} packets at once")
+                    raise codec.Malformed(f"more than {MAX_AT_ONCE} packets at once")
                 answers += self._answer(event)
                 event = None if self.over else self._decoder.next_event()
         return bytes(answers)
 
-    def _answer(self, event: Event) -> bytes:
+    def _answer(self, event: codec.Event) -> bytes:
         match event:
-            case Connect():
+            case codec.Connect():
                 return self._connect(event)
-            case Subscribe(packet_id, filters):
+            case codec.Subscribe(packet_id, filters):
                 codes = [self._grant(name) for name, _ in filters]
                 if self.version == 4:
-                    codes = [FAILURE if code else 0 for code in codes]
-                return encode(Suback(packet_id, bytes(codes)), self.version)
-            case Unsubscribe(packet_id, names):
-                return encode(Unsuback(packet_id, bytes(map(self._leave, names))), self.version)
-            case Pingreq():
-                return encode(Pingresp())
+                    codes = [codec.FAILURE if code else 0 for code in codes]
+                return codec.encode(codec.Suback(packet_id, bytes(codes)), self.version)
+            case codec.Unsubscribe(packet_id, names):
+                return codec.encode(codec.Unsuback(packet_id, bytes(map(self._leave, names))), self.version)
+            case codec.Pingreq():
+                return codec.encode(codec.Pingresp())
         self.over = True  # DISCONNECT
         return b""
 
-    def _connect(self, connect: Connect) -> bytes:
+    def _connect(self, connect: codec.Connect) -> bytes:
         if connect.version not in (4, 5):
             self.over = True
-            return encode(Connack(1))  # refusal of a version in 3.1.1
+            return codec.encode(codec.Connack(1))  # refusal of a version in 3.1.1
         if refusal := self._refusal(connect):
             self.over = True
-            return encode(Connack(refusal), connect.version)
+            return codec.encode(codec.Connack(refusal), connect.version)
         self.version, self.client, self.user = connect.version, connect.client, connect.user or ""
-        limit = connect.properties.get(MAXIMUM_PACKET_SIZE, MAX_LENGTH)
+        limit = connect.properties.get(codec.MAXIMUM_PACKET_SIZE, codec.MAX_LENGTH)
         assert isinstance(limit, int)
         self.largest_bytes, self.silence_s = limit, 1.5 * connect.keepalive_s or float("inf")
-        self._decoder.reads, self._decoder.version = FROM_SUBSCRIBER, connect.version
-        assigned = {} if connect.client else {ASSIGNED_CLIENT: f"client-{next(_numbers):08x}".encode()}
-        return encode(Connack(0, properties={**_OFFERED, **assigned}), self.version)
+        self._decoder.reads, self._decoder.version = codec.FROM_SUBSCRIBER, connect.version
+        assigned = {} if connect.client else {codec.ASSIGNED_CLIENT: f"client-{next(_numbers):08x}".encode()}
+        return codec.encode(codec.Connack(0, properties={**_OFFERED, **assigned}), self.version)
 
-    def _refusal(self, connect: Connect) -> int:
-        if AUTHENTICATION_METHOD in connect.properties:
+    def _refusal(self, connect: codec.Connect) -> int:
+        if codec.AUTHENTICATION_METHOD in connect.properties:
             return _BAD_METHOD
         if not self._rules.knows(connect.user or "", connect.password or b""):
             return 4 if connect.version == 4 else _BAD_LOGIN
         return 2 if connect.version == 4 and not connect.client and not connect.clean else 0
 
     def _grant(self, pattern: str) -> int:
-        if not is_filter(pattern):
+        if not codec.is_filter(pattern):
             return _NO_FILTER
         if not self._rules.allows(self.user, pattern):
             return _NOT_ALLOWED
@@ -224,10 +195,8 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiting: deque[None] = deque()
-        #: called by a thread before it waits
-        self.on_wait: Callable[[], None] = lambda: None
-        #: releases the lock of `take`
-        self.release = self._lock.release
+        self.on_wait: Callable[[], None] = lambda: None  #: called by a thread before it waits
+        self.release = self._lock.release  #: releases the lock of `take`
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -269,12 +238,10 @@ class Endpoint:
         self.port: int = self._listener.getsockname()[1]
         self._clock, self._stats_of, self._on_drop, self._secure = clock, stats_of, on_drop, secure
         self.lock = Turns()
-        #: changes with the routes
-        self.version = 1
+        self.version = 1  #: changes with the routes
         self._acl = Acl()
         self._subscribers: dict[int, _Subscriber] = {}
-        #: cache by topic and bytes of the payload
-        self._routes: dict[tuple[str, int], list[_Route]] = {}
+        self._routes = Recent[tuple[str, int], list[_Route]](MAX_CACHED)  #: cache by topic and bytes of the payload
         self._full = False  # no descriptors left, so new connections wait
         self._epoll = select.epoll()
         self._epoll.register(self._listener, IN)
@@ -294,7 +261,7 @@ class Endpoint:
             descriptors[reader.session.user] = -1 if reader.out or reader.session.user in descriptors else fd
         return descriptors
 
-    def keep(self, user: str, parts: Sequence[Buffer], sent: int) -> None:
+    def keep(self, user: str, parts: Sequence[codec.Buffer], sent: int) -> None:
         """Send the rest of a message to a user after its first `sent` bytes."""
         reader = next(reader for reader in self._subscribers.values() if reader.session.user == user)
         self._keep(reader, parts, sent)
@@ -313,7 +280,7 @@ class Endpoint:
             self._acl.expel(user, key)
             self._review()
 
-    def publish(self, topic: str, *parts: Buffer) -> int:
+    def publish(self, topic: str, *parts: codec.Buffer) -> int:
         """Send one message with its payload in parts; return the number of its subscribers."""
         nbytes = sent = 0
         for part in parts:
@@ -384,11 +351,9 @@ class Endpoint:
         routes = list[_Route]()
         for subscriber in self._subscribers.values():
             session = subscriber.session
-            if any(matches(name, topic) and self._acl.allows(session.user, name) for name in session.filters):
-                head = publish_head(topic, nbytes, session.version)
+            if any(codec.matches(name, topic) and self._acl.allows(session.user, name) for name in session.filters):
+                head = codec.publish_head(topic, nbytes, session.version)
                 routes.append(_Route(subscriber, head, len(head) + nbytes))
-        if len(self._routes) >= MAX_CACHED:
-            self._routes.clear()
         self._routes[topic, nbytes] = routes
         return routes
 
@@ -396,7 +361,7 @@ class Endpoint:
         self._routes.clear()
         self.version += 1
 
-    def _send(self, reader: _Subscriber, parts: Sequence[Buffer], size: int) -> bool:
+    def _send(self, reader: _Subscriber, parts: Sequence[codec.Buffer], size: int) -> bool:
         sent = 0
         if size > reader.session.largest_bytes or (reader.out and reader.out_bytes + size > reader.limit_bytes):
             self._count_drop(reader, 1, size)
@@ -413,7 +378,7 @@ class Endpoint:
             self._keep(reader, parts, sent)
         return True
 
-    def _keep(self, reader: _Subscriber, parts: Sequence[Buffer], sent: int) -> None:
+    def _keep(self, reader: _Subscriber, parts: Sequence[codec.Buffer], sent: int) -> None:
         rest = bytearray()
         for part in parts:
             view = memoryview(part)
@@ -470,7 +435,7 @@ class Endpoint:
                 self._read(subscriber)
         except BlockingIOError:
             pass
-        except Malformed:
+        except codec.Malformed:
             self._drop(subscriber)
         except OSError:
             self._drop(subscriber)

@@ -17,38 +17,9 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError, RefusedError
+from hepti_mqtt.transport import codec, sockets
 from hepti_mqtt.transport.base import KEEPALIVE_S, UNAVAILABLE, VersionRefused, absent
 from hepti_mqtt.transport.client_protocol import Acknowledged, ClientProtocol, Granted, Reader
-from hepti_mqtt.transport.codec import (
-    FROM_BROKER,
-    MAX_CONTROL,
-    MAX_LENGTH,
-    MAXIMUM_PACKET_SIZE,
-    Connack,
-    Connect,
-    Decoder,
-    Disconnect,
-    Event,
-    Malformed,
-    Pingreq,
-    Pingresp,
-    Publish,
-    reason,
-)
-from hepti_mqtt.transport.sockets import (
-    BufferedConnection,
-    Connection,
-    TlsConnection,
-    Wake,
-    acknowledge_soon,
-    connect_any,
-    linger,
-    local,
-    tune,
-    tune_receiver,
-    tune_sender,
-    unacknowledged,
-)
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.websocket import WebSocketConnection, shake_hands
 
@@ -60,7 +31,7 @@ _CHECK: Final = "check the URL's port and scheme (mqtt, mqtts, ws or wss)"
 _WRONG_VERSION: Final = frozenset({1, 132})
 _LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
 
-Taken = Publish | Granted | Acknowledged
+Taken = codec.Publish | Granted | Acknowledged
 
 
 class Lost(Exception):
@@ -68,10 +39,8 @@ class Lost(Exception):
 
     def __init__(self, text: str, *, hung_up: bool = False, malformed: bool = False) -> None:
         super().__init__(text)
-        #: The broker closed it without a shutdown reason.
-        self.hung_up = hung_up
-        #: The broker sent a malformed packet.
-        self.malformed = malformed
+        self.hung_up = hung_up  #: the broker closed it without a shutdown reason
+        self.malformed = malformed  #: the broker sent a malformed packet
 
 
 class Link:
@@ -84,32 +53,30 @@ class Link:
     def __init__(
         self,
         url: BrokerUrl,
-        connect: Connect,
+        connect: codec.Connect,
         lock: threading.RLock,
-        wake: Wake,
+        wake: sockets.Wake,
         take: Callable[[Link, Taken], None],
         *,
         bulk: bool = False,
     ) -> None:
         self._url, self._connect_packet, self._lock, self._wake, self._take = url, connect, lock, wake, take
         self._bulk, self._version = bulk, _VERSIONS[connect.version]
-        control_bytes = MAX_CONTROL if bulk else CONTROL_BYTES
-        decoder = Decoder(FROM_BROKER, version=connect.version, control_bytes=control_bytes, any_topic=True)
+        control_bytes = codec.MAX_CONTROL if bulk else CONTROL_BYTES
+        decoder = codec.Decoder(codec.FROM_BROKER, version=connect.version, control_bytes=control_bytes, any_topic=True)
         self.protocol = ClientProtocol(decoder)
-        #: When CONNACK came, and when bytes last came, by `time.monotonic`.
-        self.up_at = self.heard_at = -inf
+        self.up_at = self.heard_at = -inf  #: when CONNACK came, and when bytes last came, by `time.monotonic`
         self._is_up = False
         self._early: list[Taken] = []  # events that arrived together with CONNACK
         self._ended = Lost("the socket is closed")
         self._out: deque[memoryview] = deque()
         #: End positions of QoS 0 messages in the outgoing stream, and their bytes.
         self._ends: deque[tuple[int, int]] = deque()
-        #: Bytes of queued QoS 0 messages.
-        self.unwritten_bytes = 0
+        self.unwritten_bytes = 0  #: bytes of queued QoS 0 messages
         self._queued = self._written = 0  # stream positions: end of the queue, end of the kernel's part
         self._sock: socket.socket | None = None
-        self._connection: Connection | None = None
-        self._buffered: BufferedConnection | None = None  # the connection, if it is TLS or a WebSocket
+        self._connection: sockets.Connection | None = None
+        self._buffered: sockets.BufferedConnection | None = None  # the connection, if it is TLS or a WebSocket
         self._reader: Reader | None = None
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
@@ -121,7 +88,7 @@ class Link:
     @property
     def local(self) -> bool:
         """Return whether the broker is on this machine."""
-        return local(self._sock)
+        return sockets.local(self._sock)
 
     @property
     def unwritten(self) -> int:
@@ -173,9 +140,11 @@ class Link:
         if code in _WRONG_VERSION:
             return VersionRefused(f"{broker} does not speak MQTT {self._version}", is_sure=True)
         if code in UNAVAILABLE:
-            return NetworkError(f"{broker} cannot take us now ({reason(code)}); try again later")
+            return NetworkError(f"{broker} cannot take us now ({codec.reason(code)}); try again later")
         who = f"user {user!r}" if user else "a connection without user"
-        return RefusedError(f"{broker} refused {who}: {reason(code)}; check user and password in the broker's URL")
+        return RefusedError(
+            f"{broker} refused {who}: {codec.reason(code)}; check user and password in the broker's URL"
+        )
 
     def turn(self, timeout_s: float) -> None:
         """Wait for the socket or a wake-up, then read and write. Raises `Lost`."""
@@ -200,7 +169,7 @@ class Link:
                 readable = readable or bool(occurred & ~select.POLLOUT)  # reading raises hang-ups and errors
         if readable:
             self._guarded(self._read)
-            acknowledge_soon(self._sock)
+            sockets.acknowledge_soon(self._sock)
         self._flush()
         self._keep_alive()
 
@@ -239,10 +208,10 @@ class Link:
 
     def disconnect(self, deadline: float) -> None:
         """Write the queue and DISCONNECT until the deadline, and wait for the broker to close."""
-        self.say(self.protocol.encode(Disconnect()))
+        self.say(self.protocol.encode(codec.Disconnect()))
         while self._out and time.monotonic() < deadline:
             self.turn(max(deadline - time.monotonic(), 0.0))
-        linger(self._sock, deadline)
+        sockets.linger(self._sock, deadline)
 
     def close(self) -> int:
         """Close the socket without DISCONNECT; return the number of queued QoS 0 messages."""
@@ -262,20 +231,20 @@ class Link:
     def _connect(self, timeout_s: float) -> None:
         url = self._url
         try:
-            self._sock = sock = connect_any(url.host, url.port, timeout_s)
-            connection: Connection = sock
+            self._sock = sock = sockets.connect_any(url.host, url.port, timeout_s)
+            connection: sockets.Connection = sock
             context = url.ssl_context()
             if context is not None:  # the handshake has the socket's timeout
                 self._sock = sock = secured = context.wrap_socket(sock, server_hostname=url.host)
-                connection = self._buffered = TlsConnection(secured)
+                connection = self._buffered = sockets.TlsConnection(secured)
             if url.path:
                 websocket = shake_hands(sock, url.place, url.path, timeout_s)
                 connection = self._buffered = WebSocketConnection(connection, websocket)
             self._connection = connection
-            tune(sock)
+            sockets.tune(sock)
             if self._bulk:
-                tune_sender(sock)
-                tune_receiver(sock)
+                sockets.tune_sender(sock)
+                sockets.tune_receiver(sock)
         except ConfigError:
             self.close()
             raise
@@ -294,10 +263,12 @@ class Link:
         except Lost:
             self._shut()
             raise
-        except (Malformed, MemoryError, OSError) as error:
+        except (codec.Malformed, MemoryError, OSError) as error:
             self._shut()
             by_broker = isinstance(error, OSError) and not isinstance(error, TimeoutError)
-            raise Lost(str(error) or repr(error), hung_up=by_broker, malformed=isinstance(error, Malformed)) from error
+            raise Lost(
+                str(error) or repr(error), hung_up=by_broker, malformed=isinstance(error, codec.Malformed)
+            ) from error
 
     def _shut(self) -> None:
         """Close the connection; `close` counts the queue later."""
@@ -337,7 +308,7 @@ class Link:
         if now >= self._ping_at:
             self._ping_at = now + KEEPALIVE_S / 2
             with self._lock:
-                self.say(self.protocol.encode(Pingreq()))
+                self.say(self.protocol.encode(codec.Pingreq()))
                 if self._answer_by == inf:
                     self._answer_by, self._ping_end = now + KEEPALIVE_S, self._queued
                 self._flush()
@@ -349,7 +320,7 @@ class Link:
         Megabytes in our send buffer may precede PINGREQ. Bytes after PINGREQ prove nothing: the kernel of a stopped
         broker still accepts them.
         """
-        left = None if self._connection is None else unacknowledged(self._connection)
+        left = None if self._connection is None else sockets.unacknowledged(self._connection)
         if left is None:
             return False
         before, self._gone = self._gone, min(self._written - left, self._ping_end)
@@ -365,20 +336,20 @@ class Link:
             if reader.nbytes > before:
                 self._flowed, self.heard_at = True, time.monotonic()
 
-    def _accept(self, event: Event) -> None:
+    def _accept(self, event: codec.Event) -> None:
         match self.protocol.accept(event):
-            case Publish() | Granted() | Acknowledged() as taken:
+            case codec.Publish() | Granted() | Acknowledged() as taken:
                 if self._is_up:
                     self._take(self, taken)
                 else:
                     self._early.append(taken)
-            case Pingresp():
+            case codec.Pingresp():
                 self._answer_by = inf
-            case Disconnect(code):
-                text = f"the broker closed the connection: {reason(code)}"
+            case codec.Disconnect(code):
+                text = f"the broker closed the connection: {codec.reason(code)}"
                 raise Lost(text, hung_up=code not in _LEAVING)
-            case Connack(properties=properties):
-                largest = properties.get(MAXIMUM_PACKET_SIZE, 1)
-                if not isinstance(largest, int) or not 0 < largest <= MAX_LENGTH:
+            case codec.Connack(properties=properties):
+                largest = properties.get(codec.MAXIMUM_PACKET_SIZE, 1)
+                if not isinstance(largest, int) or not 0 < largest <= codec.MAX_LENGTH:
                     self.protocol.connack = None
-                    raise Malformed(f"a broker that takes packets of at most {largest!r} bytes")
+                    raise codec.Malformed(f"a broker that takes packets of at most {largest!r} bytes")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.channels import Channels
 from hepti_mqtt.transport.endpoint import Endpoint
-from hepti_mqtt.transport.peer import NEVER, Address, Callbacks, Dropped, MeshEvent, Peer, PeerStats
+from hepti_mqtt.transport.peer import NEVER, Callbacks, Dropped, MeshEvent, Peer, PeerStats
 from hepti_mqtt.transport.sockets import MeshTls, Wake
 
 QUEUE_BYTES: Final = 32 << 20  # default limit of a subscriber's queue
@@ -69,8 +70,7 @@ class Mesh:
         self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
         self._wake = Wake()
-        #: Ends `wait`; any thread may call it, also after `close`.
-        self.wake = self._wake.set
+        self.wake = self._wake.set  #: ends `wait`; any thread may call it, also after `close`
         self._epoll.register(self._wake.fileno(), select.EPOLLIN)
         self.channels = Channels(self._endpoint, self._peers, self._wake.fileno(), self._stats_of)
         self._clock = clock
@@ -85,8 +85,7 @@ class Mesh:
             buffers=Buffers(),
             secure=tls.ask if tls else None,
         )
-        #: When `wait` last ended its wait, by `time.perf_counter`.
-        self.woke_s = 0.0
+        self.woke_s = 0.0  #: when `wait` last ended its wait, by `time.perf_counter`
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
         self._helper.start()
@@ -101,7 +100,7 @@ class Mesh:
         self,
         peer: str,
         key: Hashable,
-        address: Address,
+        address: messages.Endpoint,
         token: str,
         filters: Sequence[str],
         limit_bytes: int = PACKET_BYTES,

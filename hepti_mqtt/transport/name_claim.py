@@ -25,8 +25,7 @@ class Claim(NamedTuple):
     """A new start."""
 
     start: Start
-    #: whether a running process uses the name; False unless `claim` looked
-    held: bool = False
+    held: bool = False  #: whether a running process uses the name; False unless `claim` looked
 
 
 def new_boot() -> int:

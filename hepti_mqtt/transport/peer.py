@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import random
 import select
 import socket
@@ -12,47 +11,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.recent import Recent
+from hepti_mqtt.protocol.messages import Endpoint
+from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.base import BACKOFF_S
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
-from hepti_mqtt.transport.codec import (
-    FROM_ENDPOINT,
-    Connack,
-    Connect,
-    Decoder,
-    Disconnect,
-    Event,
-    Malformed,
-    Publish,
-    matches,
-)
 from hepti_mqtt.transport.sockets import Connection, TlsConnection, begin, connected
 
 MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
 MAX_TOPICS: Final = 4096
 NEVER: Final = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address that an endpoint announced. Raises WireError if it is invalid."""
-
-    #: an IP address
-    host: str
-    port: int
-    #: SHA-256 of the certificate in hex, "" without TLS
-    fingerprint: str = ""
-
-    def __post_init__(self) -> None:
-        try:
-            ipaddress.ip_address(self.host)
-        except ValueError:
-            # A name is refused, because its look-up blocks.
-            raise WireError(f"a peer announced its endpoint at {self.host!r}, which is not an IP address") from None
-        if not 0 < self.port < 65_536:
-            raise WireError(f"a peer announced its endpoint on port {self.port}, which is not a port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +70,12 @@ class PeerStats:
     frames_out: int = 0
     bytes_out: int = 0
     queued_bytes: int = 0
-    #: messages to the peer
-    dropped: int = 0
+    dropped: int = 0  #: messages to the peer
     reconnections: int = 0
-    #: whether the peer granted all keys
-    joined: bool = False
-    #: reason if not joined
-    trouble: str = ""
-    #: bytes received from all peers while this device only waited for this peer's payload
-    timed_bytes: int = 0
-    #: duration of these waits
-    timed_us: int = 0
+    joined: bool = False  #: whether the peer granted all keys
+    trouble: str = ""  #: reason if not joined
+    timed_bytes: int = 0  #: bytes received from all peers while this device only waited for this peer's payload
+    timed_us: int = 0  #: duration of these waits
 
 
 class _State(Enum):
@@ -143,19 +108,13 @@ class _Join:
 class Callbacks:
     """The mesh's callbacks and resources for its peers."""
 
-    #: this device's name
-    user: str
+    user: str  #: this device's name
     clock: Callable[[], float]
-    #: (fd, events, peer): poll this descriptor for events, 0 to stop
-    watch: Callable[[int, int, Peer], None]
-    #: called after `Peer.due` changed
-    timed: Callable[[], None]
-    #: takes events
-    tell: Callable[[MeshEvent], None]
-    #: takes messages (peer, topic, payload)
-    hear: Callable[[tuple[str, str, memoryview]], None]
-    #: requests a call of `Peer.ready` without waiting
-    again: Callable[[Peer], None]
+    watch: Callable[[int, int, Peer], None]  #: (fd, events, peer): poll this descriptor for events, 0 to stop
+    timed: Callable[[], None]  #: called after `Peer.due` changed
+    tell: Callable[[MeshEvent], None]  #: takes events
+    hear: Callable[[tuple[str, str, memoryview]], None]  #: takes messages (peer, topic, payload)
+    again: Callable[[Peer], None]  #: requests a call of `Peer.ready` without waiting
     buffers: Buffers
     #: starts TLS on a socket and pins this certificate fingerprint
     secure: Callable[[socket.socket, str], TlsConnection] | None
@@ -167,7 +126,7 @@ class Peer:
     The caller polls its descriptor and calls `ready`, and calls `timer` at `due`. No method blocks.
     """
 
-    def __init__(self, name: str, address: Address, stats: PeerStats, callbacks: Callbacks) -> None:
+    def __init__(self, name: str, address: Endpoint, stats: PeerStats, callbacks: Callbacks) -> None:
         self.name, self.stats, self.due = name, stats, NEVER
         self._address, self._callbacks, self._clock = address, callbacks, callbacks.clock
         self._joins: dict[Hashable, _Join] = {}
@@ -179,7 +138,7 @@ class Peer:
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]
         self._tries = 0
-        self._topics: dict[str, bool] = {}  # cache: whether a filter matches a topic
+        self._topics = Recent[str, bool](MAX_TOPICS)  # cache: whether a filter matches a topic
         self._fd = -1
         self._earlier_bytes = 0  # received on earlier connections
         self._protocol = self._new_protocol()
@@ -187,7 +146,7 @@ class Peer:
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
-    def join(self, key: Hashable, address: Address, token: str, filters: Sequence[str], limit_bytes: int) -> None:
+    def join(self, key: Hashable, address: Endpoint, token: str, filters: Sequence[str], limit_bytes: int) -> None:
         """Subscribe for a key; limit_bytes: of the largest packet."""
         if address != self._address:
             self._address = address
@@ -218,8 +177,8 @@ class Peer:
         self._topics.clear()
         if not self._joins:
             if self._state is _State.UP:
-                with suppress(Malformed, OSError):
-                    self._say(self._protocol.encode(Disconnect()))
+                with suppress(codec.Malformed, OSError):
+                    self._say(self._protocol.encode(codec.Disconnect()))
             self._close()
         elif join is not None and self._state in (_State.GREETING, _State.UP):
             others = {name for other in self._joins.values() for name in other.filters}
@@ -251,7 +210,7 @@ class Peer:
         assert reader is not None
         try:
             reader.take(data, self._accept)
-        except (Malformed, OSError, MemoryError) as error:
+        except (codec.Malformed, OSError, MemoryError) as error:
             self._give_up(str(error) or repr(error))
 
     # -- input and timers --------------------------------------------------------------------------------------------
@@ -265,7 +224,7 @@ class Peer:
                 self._greet()
         except BlockingIOError:
             pass
-        except (Malformed, OSError, MemoryError) as error:
+        except (codec.Malformed, OSError, MemoryError) as error:
             self._give_up(str(error) or repr(error))
 
     def timer(self) -> None:
@@ -280,18 +239,20 @@ class Peer:
             self._connect()
             return
         if self._state is not _State.UP:
-            raise Malformed(f"no answer from {self._address.host} port {self._address.port} within {ANSWER_S:g} s")
+            raise codec.Malformed(
+                f"no answer from {self._address.host} port {self._address.port} within {ANSWER_S:g} s"
+            )
         for key, join in self._joins.items():
             if join.due <= self._clock():
                 if join.state is _Request.WAITING:
-                    raise Malformed(f"no answer to SUBSCRIBE within {ANSWER_S:g} s")
+                    raise codec.Malformed(f"no answer to SUBSCRIBE within {ANSWER_S:g} s")
                 self._say(self._request(key))
 
     def _try(self, action: Callable[[], None]) -> None:
         """Run an action; close the connection if it fails."""
         try:
             action()
-        except (Malformed, OSError) as error:
+        except (codec.Malformed, OSError) as error:
             self._give_up(str(error))
         self._schedule()
 
@@ -338,7 +299,7 @@ class Peer:
         assert self._connection is not None
         plain = self._sock if self._secured is None else None
         self._reader = Reader(self._protocol.decoder, self._connection, plain)
-        greeting = self._protocol.encode(Connect(MESH_VERSION, user, *login))
+        greeting = self._protocol.encode(codec.Connect(MESH_VERSION, user, *login))
         self._say(greeting + b"".join([self._request(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:
@@ -370,7 +331,7 @@ class Peer:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            raise Malformed("it does not read our requests")
+            raise codec.Malformed("it does not read our requests")
 
     # -- requests and answers ----------------------------------------------------------------------------------------
 
@@ -389,12 +350,12 @@ class Peer:
                 join.due = deadline
         self._schedule()
 
-    def _accept(self, event: Event) -> None:
+    def _accept(self, event: codec.Event) -> None:
         match self._protocol.accept(event):
-            case Publish() as message:
+            case codec.Publish() as message:
                 self._on_publish(message.topic, message.payload)
                 return
-            case Connack(code):
+            case codec.Connack(code):
                 self._on_connack(code)
             case Granted(join, _, codes):
                 self._on_suback(join, codes)
@@ -405,7 +366,7 @@ class Peer:
             reason = f"it does not let us in (code {code})"
             for key in self._joins:
                 self._callbacks.tell(Refused(self.name, key, reason))
-            raise Malformed(reason)
+            raise codec.Malformed(reason)
         self._state = _State.UP
         self.stats.reconnections += self._was_up
         self._was_up = True
@@ -429,7 +390,9 @@ class Peer:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _new_protocol(self) -> ClientProtocol:
-        return ClientProtocol(Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers))
+        return ClientProtocol(
+            codec.Decoder(codec.FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
+        )
 
     def _limit_bytes(self) -> int:
         return max((join.limit_bytes for join in self._joins.values()), default=0)
@@ -453,10 +416,8 @@ class Peer:
     def _on_publish(self, topic: str, payload: memoryview) -> None:
         wanted = self._topics.get(topic)
         if wanted is None:
-            if len(self._topics) >= MAX_TOPICS:
-                self._topics.clear()
             filters = [name for join in self._joins.values() for name in join.filters]
-            wanted = self._topics[topic] = any(matches(name, topic) for name in filters)
+            wanted = self._topics[topic] = any(codec.matches(name, topic) for name in filters)
         if wanted:
             self.stats.frames_in += 1
             self.stats.bytes_in += payload.nbytes

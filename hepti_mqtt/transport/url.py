@@ -28,18 +28,13 @@ class BrokerUrl:
 
     host: str
     port: int
-    #: mqtts or wss
-    tls: bool = False
+    tls: bool = False  #: mqtts or wss
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    #: file of the authority that signed the broker's certificate, "" for the system's authorities
-    ca: str = ""
-    #: file of the client's certificate, "" without one
-    cert: str = ""
-    #: file of the client's key, "" if the certificate's file holds the key
-    key: str = ""
-    #: path of the WebSocket, "" for MQTT over TCP
-    path: str = ""
+    ca: str = ""  #: file of the authority that signed the broker's certificate, "" for the system's authorities
+    cert: str = ""  #: file of the client's certificate, "" without one
+    key: str = ""  #: file of the client's key, "" if the certificate's file holds the key
+    path: str = ""  #: path of the WebSocket, "" for MQTT over TCP
 
     @classmethod
     def parse(cls, text: str) -> BrokerUrl:

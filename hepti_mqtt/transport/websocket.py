@@ -63,9 +63,8 @@ class WebSocketConnection(BufferedConnection):
         self._line, self._websocket = line, websocket
         self.fileno, self.close = line.fileno, line.close
         self._decrypted = line.pending if isinstance(line, TlsConnection) else None
-        #: Decoded payloads for `recv_into`, and their bytes.
-        self._read: deque[memoryview] = deque()
-        self._read_bytes = 0
+        self._read: deque[memoryview] = deque()  #: decoded payloads for `recv_into`
+        self._read_bytes = 0  #: of these payloads
         #: Encoded frames that are not sent yet, and the payload bytes in them that `sendmsg` has not reported.
         self._out = bytearray()
         self._owed = 0

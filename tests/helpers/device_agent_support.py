@@ -56,11 +56,11 @@ class Model:
             self.tiles[hashes[-1]] = data
         return TensorEntry(name, tensor.shape, dtype, transposed, tuple(hashes))
 
-    def load(self, number=1, refs=None, txn=1, keep=(), held=()):
+    def load(self, number=1, refs=None, keep=(), held=()):
         """Return a Load that keeps its own places and `keep`; held: matrices that are in memory."""
         places = matrices(self.refs if refs is None else refs, held)
         own = self.places(places.values())
-        return Load(txn, MODEL, PlanVersion(1, number), self.manifest.digest, places, own | self.places(keep))
+        return Load(MODEL, PlanVersion(1, number), self.manifest.digest, places, own | self.places(keep))
 
     def places(self, refs=None):
         return frozenset((self.manifest.digest, ref) for ref in (self.refs if refs is None else refs))

@@ -131,7 +131,7 @@ class FaultySite:
         self._does: dict[str, Callable[[Fault], None]] = {
             "planner killed": lambda _: self._kill_planner(),
             "broker killed": lambda _: self._kill_broker(),
-            "broker restarted": lambda _: self.broker.restart(),
+            "broker restarted": lambda _: (self.broker.stop(), self.broker.start()),
             "agent killed": lambda fault: self._kill_agent(fault.whom),
             "agent stopped": self._stop_agent,
             "agent cut off": self._cut_agent,

@@ -12,9 +12,10 @@ from mqtt_bytes import connect
 from mqtt_bytes import subscribe as subscribe_packet
 from programs import PATIENCE_S
 
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.mesh import Mesh
-from hepti_mqtt.transport.peer import Address, Joined, PeerStats
+from hepti_mqtt.transport.peer import Joined, PeerStats
 from hepti_mqtt.transport.sockets import listen
 
 HOST = "127.0.0.1"
@@ -34,7 +35,7 @@ class Node:
 
     @property
     def place(self):
-        return Address(self.host, self.mesh.port, self.fingerprint)
+        return messages.Endpoint(self.host, self.mesh.port, self.fingerprint)
 
     @property
     def messages(self):
@@ -93,7 +94,7 @@ class Played:
 
     def __init__(self):
         self.listener = listen(HOST, 0)
-        self.place = Address(HOST, self.listener.getsockname()[1])
+        self.place = messages.Endpoint(HOST, self.listener.getsockname()[1])
         self.sock = None
 
     def accept(self, node):

@@ -132,6 +132,13 @@ class Site:
             self._speak(*self.probes.pop())
         return out
 
+    def pin(self, pins: Pins) -> None:
+        """Search for a plan of the model `m` with other pins."""
+        plans = self.session.groups.default("m").plans
+        plans.pins = pins
+        plans.request_search(self.now, self.now, "pinned", forced=True)
+        self.event(interface.Tick())
+
     def _speak(self, device: str, probe: messages.Prepare) -> None:
         if device in self.mute or device not in self.boots:
             return
@@ -233,7 +240,7 @@ class Site:
     @property
     def plan(self) -> Plan | None:
         """Return the active plan of the model `m`."""
-        return self.session.active_plan("m")
+        return self.session.groups.default("m").active
 
     def settle(self) -> Plan:
         """Complete search and preparation after joins; return the active plan."""
@@ -377,6 +384,13 @@ class KeyedSite(Site):
         """Let devices answer their last Prepare with Ready."""
         for device in devices or self.prepares():
             self.say(device, self.ready_message(device), self.channels[device])
+
+    def pin(self, pins: Pins) -> None:
+        """Search for a plan of the model `m` with other pins."""
+        plans = self.session.groups.default("m").plans
+        plans.pins = pins
+        plans.request_search(self.now, self.now, "pinned", forced=True)
+        self.event(interface.Tick())
 
     def _speak(self, device: str, probe: messages.Prepare) -> None:
         plan = Plan.from_dict(probe.plan)

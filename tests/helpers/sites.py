@@ -13,7 +13,9 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.errors import PlanError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.spec import Spec, TaskHead
+from hepti_mqtt.core.program import Program, Send
+from hepti_mqtt.core.spec import RequestShape, Spec, TaskHead
+from hepti_mqtt.cost.simulator import TopicNames, dispatch_bytes, report_bytes, send_bytes
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX
@@ -137,3 +139,14 @@ def everyone(method: tuple[str, Mapping[str, str]]) -> Callable[[Question], Deci
         return replace(decision, chosen=free)
 
     return decider
+
+
+def sent_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
+    """Return all bytes that planner and devices send for one request, without copies by a broker."""
+    total = dispatch_bytes(naming, spec, shape, programs)
+    for device, program in programs.items():
+        total += report_bytes(naming, device)
+        for op in program.ops:
+            if isinstance(op, Send):
+                total += sum(send_bytes(naming, device, op, program.slots[op.slot]))
+    return total

@@ -41,8 +41,8 @@ from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import interface, programs
-from hepti_mqtt.runtime.worker import session as worker_session
 from hepti_mqtt.runtime.worker.executor import pack
+from hepti_mqtt.runtime.worker.session import WorkerSession
 
 SITE, MODEL = "home", "m"
 SECRET = b"\1" * 32  # of the planner
@@ -71,7 +71,7 @@ def profile_curve(flops_per_s: float) -> tuple[Curve, ...]:
 class Host:
     """One device: its session, what it is subscribed to, and whether its cable is plugged."""
 
-    session: worker_session.WorkerSession
+    session: WorkerSession
     flops_per_s: float
     memory: int
     boot: int
@@ -161,6 +161,13 @@ class Swarm:
         for command in self.planner.handle(event, self.now):
             self._planner_command(command)
 
+    def pin(self, pins: Pins) -> None:
+        """Search for a plan with other pins."""
+        plans = self.planner.groups.default(MODEL).plans
+        plans.pins = pins
+        plans.request_search(self.now, self.now, "pinned", forced=True)
+        self.tell_planner(coordinator_interface.Tick())
+
     def _planner_command(self, command: coordinator_interface.CoordinatorCommand) -> None:
         if isinstance(command, interface.Publish):
             self._count(command)
@@ -198,7 +205,7 @@ class Swarm:
                 hb = messages.Heartbeat(host.boot, 1, 0.0, 1 << 30, None, 2e-4, 1e8, 1.0, 0, {})
                 self.tell_planner(coordinator_interface.DeviceHeartbeat(name, hb))
             if self.now >= host.session.deadline:
-                self._tell_host(name, host, worker_session.Tick())
+                self._tell_host(name, host, interface.Tick())
         self.tell_planner(coordinator_interface.Tick())
         self.after(0.25, self._tick)
 
@@ -230,7 +237,7 @@ class Swarm:
     def join(self, name: str, flops_per_s: float, memory: int) -> None:
         """Start (or restart) a device."""
         boot = self.hosts[name].boot + 1 if name in self.hosts else 1
-        session = worker_session.WorkerSession(name, SITE, memory)
+        session = WorkerSession(name, SITE, memory)
         self.hosts[name] = Host(session, flops_per_s, memory, boot)
         own = {"curves": curves(flops_per_s), "endpoint": Endpoint("10.0.0.1", 1000 + len(self.hosts))}
         caps = messages.Caps(
@@ -257,7 +264,7 @@ class Swarm:
             if not host.alive or self.hosts.get(name) is not host:
                 return
             if publish.topic == self.planner.topics.command(name):
-                event: worker_session.WorkerEvent = worker_session.MessageIn(messages.decode(publish.payload))
+                event: interface.WorkerEvent = interface.MessageIn(messages.decode(publish.payload))
             else:
                 event = self._arrived(over[0] if over is not None and self.learns else "", publish)
             self._host_commands(name, host, host.session.handle(event, self.now))
@@ -265,7 +272,7 @@ class Swarm:
 
         self.carry(publish.topic, name, publish.qos, deliver)
 
-    def _arrived(self, peer: str, publish: interface.Publish) -> worker_session.FrameIn | TensorArrival:
+    def _arrived(self, peer: str, publish: interface.Publish) -> interface.FrameIn | TensorArrival:
         """Return a frame as MeshLinks gives those of a peer, or as a broker's connection does."""
         payload = memoryview(publish.payload)
         arrival = self.exchanges.arrival(peer, publish.topic, payload)
@@ -275,7 +282,7 @@ class Swarm:
         frame = frames.decode(payload)
         if peer:
             self.exchanges.learn(peer, publish.topic, payload, frame)
-        return worker_session.FrameIn(frame)
+        return interface.FrameIn(frame)
 
     def _host_commands(self, name: str, host: Host, out: list[interface.Command]) -> None:
         for command in out:
@@ -312,7 +319,7 @@ class Swarm:
         cut = {(peer, key) for peer, key in host.hears if peer == source}
         host.hears -= cut
         if cut:
-            self._tell_host(target, host, worker_session.PeerLost(source, "cut"))
+            self._tell_host(target, host, interface.PeerLost(source, "cut"))
             for peer, key in cut:
                 self._connect(target, host, peer, key)
 
@@ -326,9 +333,9 @@ class Swarm:
             if other.alive and (peer, name) not in self.walls:
                 if other.admitted.get((name, key)) == token:
                     host.hears.add((peer, key))
-                    self._tell_host(name, host, worker_session.PeerJoined(peer, *key))
+                    self._tell_host(name, host, interface.PeerJoined(peer, *key))
                     return
-                self._tell_host(name, host, worker_session.PeerRefused(peer, *key, "no grant"))
+                self._tell_host(name, host, interface.PeerRefused(peer, *key))
             self._connect(name, host, peer, key)
 
         self.after(0.01 + self.rng.random() * 0.2, attempt)
@@ -339,7 +346,7 @@ class Swarm:
                 del parts[entry]
         host.hears = {(peer, of) for peer, of in host.hears if of != key}
 
-    def _tell_host(self, name: str, host: Host, event: worker_session.WorkerEvent) -> None:
+    def _tell_host(self, name: str, host: Host, event: interface.WorkerEvent) -> None:
         if host.alive:
             self._host_commands(name, host, host.session.handle(event, self.now))
             self._work(name, host)
@@ -358,14 +365,14 @@ class Swarm:
             host.filters |= set(command.filters)
             host.works.add(command.work_topic)
             if host.alive:
-                event = worker_session.Subscribed(command.model, command.plan_version)
+                event = interface.Subscribed(command.model, command.plan_version)
                 self._host_commands(name, host, host.session.handle(event, self.now))
 
         self.after(self.rng.random() * 0.2, effective)
 
     def _loaded(self, name: str, host: Host, command: interface.Load) -> None:
         if host.alive:
-            event = worker_session.Loaded(command.model, command.plan_version, pack(self.tensors, command.matrices))
+            event = interface.Loaded(command.model, command.plan_version, pack(self.tensors, command.matrices))
             self._host_commands(name, host, host.session.handle(event, self.now))
 
     def _built(self, name: str, host: Host, command: interface.BuildProgram) -> None:
@@ -449,4 +456,4 @@ def matches(pattern: str, topic: str) -> bool:
 
 def plan_of(swarm: Swarm) -> Plan | None:
     """Return the active plan."""
-    return swarm.planner.active_plan(MODEL)
+    return swarm.planner.groups.default(MODEL).active

@@ -11,11 +11,11 @@ import pytest
 from benchmarks.weather import make_truth, play
 from benchmarks.weather.truth import STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.service.solver import solve
 
-FILE, SPEC = load_site(find_bundled_config("sites", Path("four-pi4-240"))), spec_of_kind("bert-large")
+FILE, SPEC = load_site(find_bundled_site(Path("four-pi4-240"))), spec_of_kind("bert-large")
 FALL_S, BACK_S = 80.0, 150.0
 LINK, CPU = 50 / 240, 4.0  # factors on its line and on its slowdown
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from benchmarks.weather import make_truth, play
 from benchmarks.weather.truth import STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.solver import solve
 
-FILE, SPEC = load_site(find_bundled_config("sites", Path("four-pi4-240"))), spec_of_kind("bert-large")
+FILE, SPEC = load_site(find_bundled_site(Path("four-pi4-240"))), spec_of_kind("bert-large")
 ROW = Pins(strategy="row", options={"variant": "kv"})
 BLOCKS, REQUEST = 26, 3  # of a request; which one the fall is in
 

@@ -17,18 +17,8 @@ from hepti_mqtt.core.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.loads import LoadRates, Mask
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
 from hepti_mqtt.planner.estimates import SiteEstimates
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
-from hepti_mqtt.protocol.messages import (
-    CachedTiles,
-    Caps,
-    Endpoint,
-    Heartbeat,
-    Message,
-    Peer,
-    Status,
-    encode,
-    is_compatible,
-)
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerState,
     CoordinatorCommand,
@@ -78,9 +68,9 @@ class Member:
     boot_before: int = 0  #: boot of the start that plans used, if a new start appeared before the old one ended
     online: bool = False
     online_s: float = -inf  #: when it last came online
-    caps: Caps | None = None
-    other_caps: Caps | None = None  #: caps of a start without a status so far
-    heartbeat: Heartbeat | None = None
+    caps: messages.Caps | None = None
+    other_caps: messages.Caps | None = None  #: caps of a start without a status so far
+    heartbeat: messages.Heartbeat | None = None
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None  #: begin of its startup, None if it is not starting
     left_s: float = -inf  #: when it was last lost
@@ -132,7 +122,7 @@ class Member:
         return not self.usable and not self.refused and now - self.left_s < wait_s
 
     @property
-    def endpoint(self) -> Endpoint | None:
+    def endpoint(self) -> messages.Endpoint | None:
         """Return the endpoint at which peers read from it, None if they cannot."""
         return None if self.caps is None else self.caps.endpoint
 
@@ -185,7 +175,7 @@ class Fleet:
         """Return a device, added if it is new."""
         return self.members.setdefault(name, Member(name))
 
-    def record_status(self, name: str, status: Status, now: float) -> str | None:
+    def record_status(self, name: str, status: messages.Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
         Ignore a late will of an earlier start, and "starting" from a start that is online.
@@ -233,7 +223,7 @@ class Fleet:
         if caps is not None:
             self.record_caps(member.name, caps)
 
-    def record_caps(self, name: str, caps: Caps) -> str | None:
+    def record_caps(self, name: str, caps: messages.Caps) -> str | None:
         """Take caps; return "joined" if the device becomes usable, "left" if it becomes unusable.
 
         Caps of another start may be forged, so they wait for its status.
@@ -248,7 +238,7 @@ class Fleet:
             return "left"
         return "joined" if member.usable and not was else None
 
-    def _take_caps(self, member: Member, caps: Caps) -> None:
+    def _take_caps(self, member: Member, caps: messages.Caps) -> None:
         """Take the caps of the current start; refuse a device of an incompatible version."""
         if not self._agree(member, caps):
             return
@@ -261,10 +251,10 @@ class Fleet:
         member.expected_rates = LoadRates.expected(profile.speed(TYPICAL_ROWS))
         cost = None if endpoint is None or endpoint.loopback else default_frame_cost(profile)
         self.estimates.add_device(member.name, member.kind, cost)
-        if not is_compatible(caps.version):
+        if not messages.is_compatible(caps.version):
             self.refuse(member.name)
 
-    def _agree(self, member: Member, caps: Caps) -> bool:
+    def _agree(self, member: Member, caps: messages.Caps) -> bool:
         """Agree with a device on a secret; return whether its caps are accepted.
 
         A verified device cannot change its key or version before its next start.
@@ -279,9 +269,9 @@ class Fleet:
         member.channel = None if secret is None else Channel(secret, self._numbers, at_planner=True)
         return True
 
-    def seal(self, name: str, message: Message) -> bytes:
+    def seal(self, name: str, message: messages.Message) -> bytes:
         """Return the payload of a message to a device."""
-        payload, member = encode(message), self.members.get(name)
+        payload, member = messages.encode(message), self.members.get(name)
         return payload if member is None or member.channel is None else member.channel.seal(payload)
 
     def accepts(self, name: str, seal: Seal | None) -> bool:
@@ -302,7 +292,7 @@ class Fleet:
         return key if channel is None else channel.wrapped(key, plan.model, plan.version)
 
     def record_heartbeat(
-        self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool = False, loading: bool = False
+        self, name: str, heartbeat: messages.Heartbeat, now: float, *, busy: bool = False, loading: bool = False
     ) -> str | None:
         """Take a heartbeat; return "joined" if the device becomes usable: its heartbeats stopped, but it did not leave.
 
@@ -341,7 +331,7 @@ class Fleet:
         was, member.quarantined_until_s = member.usable, None
         return "joined" if member.usable and not was else None
 
-    def record_tiles(self, name: str, message: CachedTiles, served: ServedModel) -> None:
+    def record_tiles(self, name: str, message: messages.CachedTiles, served: ServedModel) -> None:
         """Take the tiles in a device's cache and its rates; ignore them if the manifest differs."""
         member = self.members.get(name)
         if member is None or served.tiles is None or message.manifest != served.manifest:
@@ -528,7 +518,7 @@ class Fleet:
         )
 
 
-def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
+def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[messages.Peer, ...]:
     """Return the peers of a device under a plan, with the tokens that admit each to the other.
 
     Peers exchange tiles of weights under every route, and tensors only under route `mesh`. Tokens are derived from the
@@ -544,7 +534,9 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
         return hmac.digest(secret, text.encode(), "sha256").hex()
 
     ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
-    peers = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
+    peers = (
+        messages.Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None
+    )
     return tuple(peer for peer in peers if peer.token_in or peer.token_out)
 
 

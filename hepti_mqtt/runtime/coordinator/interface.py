@@ -15,7 +15,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
-from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, RunStats
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Publish, Transition
 
@@ -104,14 +104,6 @@ class PlanRecalled:
 
 
 @dataclass(frozen=True, slots=True)
-class PinPlan:
-    """The operator pins a model's plans; empty pins remove the pins."""
-
-    model: str
-    pins: Pins
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsUnreadable:
     """The planner cannot read weights that a device requested."""
 
@@ -150,7 +142,6 @@ CoordinatorEvent = (
     | RequestCancelled
     | Solved
     | PlanRecalled
-    | PinPlan
     | WeightsUnreadable
     | BrokerState
     | Tick

@@ -371,11 +371,6 @@ class PlanLifecycle:
 
     # -- searches -------------------------------------------------------------------------------------------------
 
-    def pin(self, pins: Pins, now: float) -> None:
-        """Set the pins of the next plan, and want a search."""
-        self.pins = pins
-        self.request_search(now, now, "the operator has pinned it", forced=True)
-
     def request_search(
         self,
         due_s: float,

@@ -61,9 +61,6 @@ class HeldSessions:
     def __init__(self) -> None:
         self._held: Recent[SessionId, HeldText] = Recent(MAX_HELD)
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def __iter__(self) -> Iterator[HeldText]:
         return iter(self._held.values())
 

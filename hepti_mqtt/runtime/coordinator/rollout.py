@@ -59,13 +59,7 @@ class Rollout:
     """
 
     def __init__(
-        self,
-        orders: Orders,
-        groups: PlanGroups,
-        fleet: Fleet,
-        run_tracker: RunTracker,
-        ids: Ids,
-        in_flight: int,
+        self, orders: Orders, groups: PlanGroups, fleet: Fleet, run_tracker: RunTracker, ids: Ids, in_flight: int
     ) -> None:
         self.ids, self._orders, self._groups, self._fleet = ids, orders, groups, fleet
         self._run_tracker, self._in_flight = run_tracker, in_flight
@@ -418,12 +412,7 @@ class Rollout:
         return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
 
     def _handle_failed_preparation(
-        self,
-        group: PlanGroup,
-        record: PlanRecord,
-        event: Literal["refused", "silent"],
-        error: HeptiError,
-        now: float,
+        self, group: PlanGroup, record: PlanRecord, event: Literal["refused", "silent"], error: HeptiError, now: float
     ) -> list[CoordinatorCommand]:
         """Search again after a failed preparation; after several in a row, refuse the queued requests first."""
         plans = group.plans

@@ -16,7 +16,6 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.planner.decisions import HandoverVerdict
@@ -36,7 +35,6 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceStatus,
     DeviceUse,
     LogEvent,
-    PinPlan,
     PlanRecalled,
     RequestArrived,
     RequestCancelled,
@@ -116,7 +114,6 @@ class CoordinatorSession:
             RequestCancelled: self._run_tracker.cancel,
             Solved: self._searches.handle_solved,
             PlanRecalled: self._searches.handle_recalled,
-            PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerState: self._handle_broker_state,
             Tick: self._tick,
@@ -213,10 +210,6 @@ class CoordinatorSession:
     def due_s(self) -> float:
         """Return when a Tick is needed for a delayed batch or a late lease; infinity if there is none."""
         return self._run_tracker.due_s
-
-    def active_plan(self, model: str) -> Plan | None:
-        """Return the active plan of a model's default group."""
-        return self.groups.default(model).active
 
     def snapshot(self) -> tuple[PlanSnapshot, ...]:
         """Return the active and preparing plans as values for other threads."""
@@ -398,10 +391,6 @@ class CoordinatorSession:
             return refusal
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._run_tracker.admission.enqueue(group, request, now)
-
-    def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
-        self.groups.default(event.model).plans.pin(event.pins, now)
-        return []
 
     # -- messages of devices --------------------------------------------------------------------------------------
 

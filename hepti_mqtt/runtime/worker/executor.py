@@ -467,9 +467,9 @@ class Executor:
         """Accept no more leases, so that the run can end."""
         self.machine.runs[run_id].accepts_leases = False
 
-    def next_step(self, run_id: int | None = None) -> Step | None:
-        """Return the first ready step; None if every run waits, or if the first ready op is not of `run_id`."""
-        ready = self.machine.next_op(run_id)
+    def next_step(self) -> Step | None:
+        """Return the first ready step; None if every run waits."""
+        ready = self.machine.next_op()
         return None if ready is None else self._steps[ready[0].run_id].move_to(ready[1])
 
     def hold(self, run_id: int, block: int) -> bool:

@@ -18,15 +18,26 @@ from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
-from hepti_mqtt.runtime.worker.residents import Place, ProgramKey, ResidentPlan
+from hepti_mqtt.runtime.worker.residents import Place, PlanKey, ProgramKey, ResidentPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Subscribe:
-    """Subscribe the data plane to filters, and the control plane to `work_topic`; the shell reports `Subscribed`."""
+class _OfPlan:
+    """A command or an event of one plan version."""
 
     model: str
     plan_version: PlanVersion
+
+    @property
+    def key(self) -> PlanKey:
+        """Return the model and the plan version."""
+        return self.model, self.plan_version
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe(_OfPlan):
+    """Subscribe the data plane to filters, and the control plane to `work_topic`; the shell reports `Subscribed`."""
+
     filters: tuple[str, ...]
     work_topic: str
 
@@ -40,12 +51,9 @@ class Unsubscribe:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(_OfPlan):
     """Load weight ranges from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
     manifest: bytes
     matrices: Mapping[WeightRef, WeightRef]  #: resident range of which each range is a view
     keep: frozenset[Place]  #: as in `Unload`
@@ -54,20 +62,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
+class Unload(_OfPlan):
     """Release the weights of one plan."""
 
-    model: str
-    plan_version: PlanVersion
     keep: frozenset[Place] = frozenset()  #: matrices that stay: other plans use them, or there is room for their return
 
 
 @dataclass(frozen=True, slots=True)
-class ReadCaches:
+class ReadCaches(_OfPlan):
     """Read and delete the saved KV caches of a layout; the shell reports `CachesRead` if there are any."""
 
-    model: str
-    plan_version: PlanVersion
     layout: bytes
 
 
@@ -101,45 +105,27 @@ class BuildProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class AllowPeers:
+class AllowPeers(_OfPlan):
     """Admit peers, each with its own token, to this device's endpoint for the frames of a plan version."""
 
-    model: str
-    plan_version: PlanVersion
     peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class JoinPeers:
+class JoinPeers(_OfPlan):
     """Connect to the endpoints of peers for the frames of a plan; the shell reports `PeerJoined` for each."""
 
-    model: str
-    plan_version: PlanVersion
     peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LeavePeers:
+class LeavePeers(_OfPlan):
     """Undo the `AllowPeers` and `JoinPeers` of a plan."""
 
-    model: str
-    plan_version: PlanVersion
 
-
-Command = (
-    Publish
-    | Subscribe
-    | Unsubscribe
-    | Load
-    | Unload
-    | ReadCaches
-    | AnalysePrepare
-    | BuildProgram
-    | LogTrouble
-    | AllowPeers
-    | JoinPeers
-    | LeavePeers
-)
+BuildOrder = AnalysePrepare | BuildProgram
+PeersCommand = AllowPeers | JoinPeers | LeavePeers
+Command = Publish | Subscribe | Unsubscribe | Load | Unload | ReadCaches | BuildOrder | LogTrouble | PeersCommand
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,48 +148,37 @@ class FrameIn:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(_OfPlan):
     """The weights of a plan version are resident."""
 
-    model: str
-    plan_version: PlanVersion
     weights: Mapping[WeightRef, Weight]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress:
+class LoadProgress(_OfPlan):
     """The shell has loaded some of the tiles."""
 
-    model: str
-    plan_version: PlanVersion
     done_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
+class LoadFailed(_OfPlan):
     """The shell could not load the weights."""
 
-    model: str
-    plan_version: PlanVersion
     error: HeptiError
 
 
 @dataclass(frozen=True, slots=True)
-class CachesRead:
+class CachesRead(_OfPlan):
     """Saved KV caches of the layout of a plan version."""
 
-    model: str
-    plan_version: PlanVersion
     caches: tuple[KeptCache, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Subscribed:
+class Subscribed(_OfPlan):
     """The broker has acknowledged every filter of a plan version."""
-
-    model: str
-    plan_version: PlanVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +228,6 @@ class PeerRefused:
     peer: str
     model: str
     plan_version: PlanVersion
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,22 +251,7 @@ class Tick:
     """The session's deadline has come."""
 
 
-WorkerEvent = (
-    MessageIn
-    | FrameIn
-    | TensorArrival
-    | Loaded
-    | LoadProgress
-    | LoadFailed
-    | CachesRead
-    | Subscribed
-    | PrepareAnalysed
-    | ProgramBuilt
-    | PlannerLost
-    | MayHaveMissedCommands
-    | PeerJoined
-    | PeerRefused
-    | PeerLost
-    | PeerFrameDropped
-    | Tick
-)
+LoadingEvent = Loaded | LoadProgress | LoadFailed | Subscribed
+PeerEvent = PeerJoined | PeerRefused | PeerLost | PeerFrameDropped
+Report = CachesRead | PrepareAnalysed | ProgramBuilt | PlannerLost | MayHaveMissedCommands
+WorkerEvent = MessageIn | FrameIn | TensorArrival | LoadingEvent | PeerEvent | Report | Tick

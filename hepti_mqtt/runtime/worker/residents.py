@@ -22,16 +22,7 @@ from hepti_mqtt.core.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import PlainShape, RequestShape, Spec
-from hepti_mqtt.cost.memory import (
-    KEPT_PROGRAMS,
-    loading_overhead_bytes,
-    matrices,
-    max_live_bytes,
-    programs_bytes,
-    session_rows,
-    tile_map_bytes,
-    weights_bytes,
-)
+from hepti_mqtt.cost import memory
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import largest_shape, spec_from_dict
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
@@ -180,7 +171,7 @@ class ResidentPlan:
     loaded: bool = False  #: weights and urgent Programs are resident
     filters_acknowledged: bool = False
     subscribed: bool = False  #: filters are acknowledged, and peers are joined
-    programs: Recent[ProgramKey, BoundProgram] = field(default_factory=lambda: Recent(KEPT_PROGRAMS))
+    programs: Recent[ProgramKey, BoundProgram] = field(default_factory=lambda: Recent(memory.KEPT_PROGRAMS))
     state: ResidentState = "asked"  #: changed only by `ResidentPlans`
 
     @property
@@ -191,7 +182,7 @@ class ResidentPlan:
     @property
     def session_rows(self) -> int:
         """Return the room of all sessions, in rows."""
-        return session_rows(self.spec, self.in_flight)
+        return memory.session_rows(self.spec, self.in_flight)
 
     @property
     def layout(self) -> bytes:
@@ -235,8 +226,8 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
         shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
         refs = resident_weights(spec, plan, device)
-        live = max_live_bytes(spec, plan, device, message.in_flight)
-        programs = programs_bytes(spec, plan, device)
+        live = memory.max_live_bytes(spec, plan, device, message.in_flight)
+        programs = memory.programs_bytes(spec, plan, device)
         sources, digest = tuple(sorted(sources_of(spec, plan, device))), programs_digest(spec, plan)
         filters, peers = _routes(message, plan, device, sources, topics)
     except (KeyError, TypeError, ValueError) as exc:
@@ -249,7 +240,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         refs=refs,
         working_bytes=live,
         in_flight=message.in_flight,
-        loading_bytes=loading_overhead_bytes(resident_counts(spec, plan, device)),
+        loading_bytes=memory.loading_overhead_bytes(resident_counts(spec, plan, device)),
         programs_bytes=programs,
         sources=sources,
         filters=filters,
@@ -276,7 +267,7 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
         filters, peers = _routes(message, plan, device, ended.sources, topics)
     except (KeyError, TypeError, ValueError, PlanError, WireError):
         return None
-    programs = Recent[ProgramKey, BoundProgram](KEPT_PROGRAMS)
+    programs = Recent[ProgramKey, BoundProgram](memory.KEPT_PROGRAMS)
     programs.update((shape, bound.renewed()) for shape, bound in ended.programs.items())
     return replace(
         ended,
@@ -319,7 +310,7 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
         programs += r.programs_bytes
         model = r.plan.model
         places.update(r.places)
-        maps[model] = tile_map_bytes(r.spec)
+        maps[model] = memory.tile_map_bytes(r.spec)
         live[model] = max(live.get(model, 0), r.working_bytes)
         if r.weights is None:
             loading = max(loading, r.loading_bytes)
@@ -331,7 +322,7 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
 
 def places_bytes(places: Iterable[Place]) -> int:
     """Return the bytes of resident matrices."""
-    return sum(weights_bytes([matrix]) for _, matrix in places)
+    return sum(memory.weights_bytes([matrix]) for _, matrix in places)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -408,9 +399,6 @@ class ResidentPlans:
         self._ended: list[ResidentPlan] = []  # ended plans with resident weights and Programs, oldest first
         self.spare_bytes = 0  #: unused memory at the last call of `keep`
 
-    def __len__(self) -> int:
-        return len(self._residents)
-
     def __iter__(self) -> Iterator[PlanKey]:
         return iter(self._residents)
 
@@ -465,10 +453,10 @@ class ResidentPlans:
     def place(self, resident: ResidentPlan, memory_bytes: int) -> None:
         """Assign the weights of a plan to resident matrices, or to its own ones if memory is short."""
         held = [matrix for manifest, matrix in {**self._used(), **self._unused} if manifest == resident.manifest]
-        own = matrices(resident.refs)
+        own = memory.matrices(resident.refs)
         resident.matrices = own
         own_bytes = self.needed_bytes(resident)
-        resident.matrices = matrices(resident.refs, held)
+        resident.matrices = memory.matrices(resident.refs, held)
         if self.needed_bytes(resident) > ROOMY * memory_bytes and own_bytes <= memory_bytes:
             resident.matrices = own
 

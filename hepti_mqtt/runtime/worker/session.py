@@ -21,36 +21,9 @@ from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.runtime.worker.executor import OutgoingTensor, Step
-from hepti_mqtt.runtime.worker.interface import (
-    AllowPeers,
-    AnalysePrepare,
-    CachesRead,
-    Command,
-    FrameIn,
-    JoinPeers,
-    LeavePeers,
-    Load,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    LogTrouble,
-    MessageIn,
-    PeerFrameDropped,
-    PeerJoined,
-    PeerLost,
-    PeerRefused,
-    PlannerLost,
-    PrepareAnalysed,
-    ProgramBuilt,
-    ReadCaches,
-    Subscribe,
-    Subscribed,
-    Tick,
-    Unload,
-    Unsubscribe,
-    WorkerEvent,
-)
+from hepti_mqtt.runtime.worker.interface import Command
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.residents import (
     EndEvent,
@@ -90,7 +63,7 @@ class MeshRoutes:
         if not guests:
             return []
         self._admitted[key] = frozenset(peer.device for peer in guests)
-        return [AllowPeers(*key, guests)]
+        return [interface.AllowPeers(*key, guests)]
 
     def join(self, key: PlanKey, peers: Iterable[Peer], now: float) -> list[Command]:
         """Connect to the peers that a plan reads from."""
@@ -99,12 +72,12 @@ class MeshRoutes:
             return []
         self._admitted.setdefault(key, frozenset())
         self._routes[key] = _PlanRoutes(sources, dict.fromkeys(sources, now + JOIN_S), now + WELCOME_S)
-        return [JoinPeers(*key, tuple(sources.values()))]
+        return [interface.JoinPeers(*key, tuple(sources.values()))]
 
     def leave(self, key: PlanKey) -> list[Command]:
         """Remove the routes of an ended plan."""
         self._routes.pop(key, None)
-        return [] if self._admitted.pop(key, None) is None else [LeavePeers(*key)]
+        return [] if self._admitted.pop(key, None) is None else [interface.LeavePeers(*key)]
 
     def complete(self, key: PlanKey) -> bool:
         """Return whether every peer that a plan reads from is joined."""
@@ -183,32 +156,32 @@ class WorkerSession:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: WorkerEvent, now: float) -> list[Command]:
+    def handle(self, event: interface.WorkerEvent, now: float) -> list[Command]:
         """Handle an event; return its commands."""
         if isinstance(event, TensorArrival):
             if self.runs.try_fill(event):
                 return []
-            event = FrameIn(event.frame())
-        if isinstance(event, FrameIn):
+            event = interface.FrameIn(event.frame())
+        if isinstance(event, interface.FrameIn):
             out = self._frame(event.frame, now)
             if not out and event.frame.kind == "tensor":
                 return out  # a tensor is the most frequent event, and changes no plan or build order
-        elif isinstance(event, MessageIn):
+        elif isinstance(event, interface.MessageIn):
             out = self._message(event.message, now)
-        elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
+        elif isinstance(event, interface.LoadingEvent):
             out = self._handle_loading(event, now)
-        elif isinstance(event, CachesRead):
+        elif isinstance(event, interface.CachesRead):
             out = self._restore_saved(event)
-        elif isinstance(event, PrepareAnalysed):
+        elif isinstance(event, interface.PrepareAnalysed):
             out = self._handle_analysed(event, now)
-        elif isinstance(event, ProgramBuilt):
+        elif isinstance(event, interface.ProgramBuilt):
             out = self._built(event, now)
-        elif isinstance(event, PeerJoined | PeerRefused | PeerLost | PeerFrameDropped):
+        elif isinstance(event, interface.PeerEvent):
             out = self._peer(event, now)
-        elif isinstance(event, Tick):
+        elif isinstance(event, interface.Tick):
             late = self._mesh.take_unreachable(now)
             out = [c for key, peers in late.items() for c in self._report_unreachable(key, peers, now)]
-        elif isinstance(event, PlannerLost):
+        elif isinstance(event, interface.PlannerLost):
             out = self._release(
                 [k for k in (*self.plans, *self._being_analysed) if k[1].boot != event.boot], "planner lost", now
             )
@@ -263,19 +236,19 @@ class WorkerSession:
             text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
             return [self._failed(message.transaction_id, key, PlanError.code, text)]
         self._being_analysed[key] = message
-        return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
+        return [*self._mesh.admit(key, message), interface.AnalysePrepare(message, self.runs.idle)]
 
     def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
         """Report loaded bytes of weights; 0 of 0: this device answers, but has made no progress."""
         return self._up(messages.PrepareProgress(transaction_id, *key, done_bytes, total_bytes))
 
-    def _handle_analysed(self, event: PrepareAnalysed, now: float) -> list[Command]:
+    def _handle_analysed(self, event: interface.PrepareAnalysed, now: float) -> list[Command]:
         key = plan_key(event.prepare)
         message = self._being_analysed.get(key)
         if message is None:  # released during the analysis
             return []
         if message.plan != event.prepare.plan:  # repeated with another plan: one of the two is forged
-            return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
+            return [*self._mesh.admit(key, message), interface.AnalysePrepare(message, self.runs.idle)]
         del self._being_analysed[key]
         doubted = key in self._doubted
         self._doubted.discard(key)
@@ -283,7 +256,7 @@ class WorkerSession:
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.result}"
             failed = self._failed(message.transaction_id, key, event.result.code, text)
-            return [*self._mesh.leave(key), LogTrouble("event_errors", text, event.unexpected), failed]
+            return [*self._mesh.leave(key), interface.LogTrouble("event_errors", text, event.unexpected), failed]
         event.result.transaction_id = message.transaction_id
         return self._take_in(event.result, message, now, doubted=doubted)
 
@@ -309,25 +282,25 @@ class WorkerSession:
         if doubted:
             self.plans.step(resident, "doubt", now)
         out += self._mesh.join(key, resident.mesh_sources, now)
-        out.append(Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
+        out.append(interface.Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
         if resident.session_rows:  # before the plan is ready, so that its first run can use the caches
-            out += [*self.runs.restore_caches(resident), ReadCaches(*key, resident.layout)]
+            out += [*self.runs.restore_caches(resident), interface.ReadCaches(*key, resident.layout)]
         keep = self._keep()
         if resident.weights is not None:
             return [*out, *self._loaded_if_complete(resident, now)]
         parts = plan.model, plan.version, message.manifest, resident.matrices, keep, message.share, plan.devices
-        return [*out, Load(message.transaction_id, *parts)]
+        return [*out, interface.Load(*parts)]
 
-    def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
+    def _handle_loading(self, event: interface.LoadingEvent, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)
         if resident is None:
             return []
-        if isinstance(event, LoadProgress):
+        if isinstance(event, interface.LoadProgress):
             return [self._progress(resident.transaction_id, resident.key, event.done_bytes, event.total_bytes)]
-        if isinstance(event, LoadFailed):
+        if isinstance(event, interface.LoadFailed):
             out = self._release([resident.key], "failed", now, str(event.error))
             return [*out, self._failed(resident.transaction_id, resident.key, event.error.code, str(event.error))]
-        if isinstance(event, Loaded):
+        if isinstance(event, interface.Loaded):
             resident.weights = event.weights
             return self._loaded_if_complete(resident, now) or [self._progress_loaded(resident)]
         resident.filters_acknowledged = True
@@ -349,7 +322,7 @@ class WorkerSession:
         self.plans.step(resident, "loaded", now)
         return self._ready_if_complete(resident)
 
-    def _built(self, event: ProgramBuilt, now: float) -> list[Command]:
+    def _built(self, event: interface.ProgramBuilt, now: float) -> list[Command]:
         resident, out = self.runs.handle_built(event, now)
         if resident is None or resident.loaded:
             return out
@@ -373,14 +346,14 @@ class WorkerSession:
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
-    def _peer(self, event: PeerJoined | PeerRefused | PeerLost | PeerFrameDropped, now: float) -> list[Command]:
-        if isinstance(event, PeerRefused):
+    def _peer(self, event: interface.PeerEvent, now: float) -> list[Command]:
+        if isinstance(event, interface.PeerRefused):
             self._mesh.record_refused(event.peer, (event.model, event.plan_version))
             return []
-        if isinstance(event, PeerLost):
+        if isinstance(event, interface.PeerLost):
             text = f"{self.device}: the connection to {event.peer} is lost ({event.reason})"
             return self.runs.fail_after_loss(event.peer, self._mesh.record_lost(event.peer, now), text)
-        if isinstance(event, PeerFrameDropped):
+        if isinstance(event, interface.PeerFrameDropped):
             text = f"{self.device}: {event.peer} reads too slowly; a frame of {event.nbytes} bytes is lost"
             return self.runs.fail_after_loss(None, self._mesh.plans_read_by(event.peer), text)
         resident = self.plans.get(event.model, event.plan_version)
@@ -400,7 +373,7 @@ class WorkerSession:
         text = f"{self.device} has no connection to {', '.join(peers)}"
         out = [] if resident.subscribed else self._release([key], "failed", now, text)
         failed = self._failed(resident.transaction_id, key, "mesh", text, 0, peers)
-        return [*out, LogTrouble("mesh_unheard", text), failed]
+        return [*out, interface.LogTrouble("mesh_unheard", text), failed]
 
     def _hand_over(self, message: messages.HandOver, now: float) -> list[Command]:
         """Leave a run to the devices of another plan, in which this device has no part."""
@@ -429,7 +402,8 @@ class WorkerSession:
         for model, plan_version in keys:
             text = f"{self.device} released plan {plan_version} of {model}: after a reconnection it could not tell "
             text += "whether the plan was still in use"
-            out += [LogTrouble("plans_forgotten", text), self._failed(0, (model, plan_version), "forgotten", text)]
+            failed = self._failed(0, (model, plan_version), "forgotten", text)
+            out += [interface.LogTrouble("plans_forgotten", text), failed]
         return [*out, *self._release(keys, event, now)]
 
     def _release(self, keys: Collection[PlanKey], event: EndEvent, now: float, why: str = "") -> list[Command]:
@@ -447,15 +421,16 @@ class WorkerSession:
             self.runs.drop_plan(resident.key, resident.layout)
         out: list[Command] = [c for resident in released for c in self._mesh.leave(resident.key)]
         keep = self._keep()
-        out += [Unload(*resident.key, keep) for resident in released]
+        out += [interface.Unload(*resident.key, keep) for resident in released]
         kept = self.plans.residents()
         filters = {f for r in released for f in r.filters} - {f for r in kept for f in r.filters}
         works = {r.work_topic for r in released} - {r.work_topic for r in kept}
         if filters or works:
-            out.append(Unsubscribe(tuple(sorted(filters)), tuple(sorted(works))))
+            out.append(interface.Unsubscribe(tuple(sorted(filters)), tuple(sorted(works))))
         if self.counters["illegal_step"] != self._illegal:
             self._illegal = self.counters["illegal_step"]
-            out.append(LogTrouble("illegal_steps", "\n".join([self.plans.story.title, *self.plans.story.as_text()])))
+            story = "\n".join([self.plans.story.title, *self.plans.story.as_text()])
+            out.append(interface.LogTrouble("illegal_steps", story))
         return out
 
     def _keep(self) -> frozenset[Place]:
@@ -464,7 +439,7 @@ class WorkerSession:
         self.runs.sessions.limit_kept(self.plans.spare_bytes)
         return places
 
-    def _restore_saved(self, event: CachesRead) -> list[Command]:
+    def _restore_saved(self, event: interface.CachesRead) -> list[Command]:
         """Use KV caches that an earlier process of this device saved."""
         self.runs.sessions.add_kept(event.caches)
         resident = self.plans.get(event.model, event.plan_version)

@@ -207,11 +207,6 @@ class TileSources:
     # -- requests --------------------------------------------------------------------------------------------------
 
     @property
-    def missing_count(self) -> int:
-        """Return the number of missing tiles."""
-        return int(self._missing.sum())
-
-    @property
     def has_requests(self) -> bool:
         """Return whether a request is pending."""
         return any(source.requested for source in self._sources.values())

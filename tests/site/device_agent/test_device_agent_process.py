@@ -132,7 +132,8 @@ def test_a_broker_is_waited_for_and_met_again_when_it_restarts(planners, machine
         broker.start()
         planner = planners(broker.url)
         planner.online("again1")
-        broker.restart()
+        broker.stop()
+        broker.start()
         planner.wait("again1", messages.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
 
 

@@ -65,7 +65,7 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     assert {len(c.plan.devices) for c in solved.decision.ranking} == {1}
     site.event(solved)
     site.ready()
-    assert site.session.active_plan("m") == solved.decision.chosen.plan
+    assert site.session.groups.default("m").active == solved.decision.chosen.plan
     site.tick(1.1)
     whole = site.solves[-1]
     assert whole.kind is SearchKind.WHOLE
@@ -97,10 +97,10 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one():
 
 def test_requests_without_a_plan_wait_for_no_search_that_runs():
     site = settled("a", "b")
-    site.event(interface.PinPlan("m", Pins()))
+    site.pin(Pins())
     running = site.solves[-1]
     assert running.kind is SearchKind.WHOLE
-    used = site.session.active_plan("m").devices[0]
+    used = site.session.groups.default("m").active.devices[0]
     site.submit("r1")
     site.leave(used)
     hurried = site.solves[-1]
@@ -108,7 +108,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs():
     site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
     site.event(solve(hurried))
     site.ready()
-    assert used not in site.session.active_plan("m").devices
+    assert used not in site.session.groups.default("m").active.devices
     site.event(interface.Solved("m", running.ticket, None, None))
     assert not site.errors, "what the outdated one says changes nothing"
 
@@ -119,7 +119,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device():
     pinned = replace(first.question, strategy="row", options={"variant": "kv"}, devices=("a", "b", "c"))
     site.event(solve(replace(first, question=pinned)))
     site.ready()
-    plan = site.session.active_plan("m")
+    plan = site.session.groups.default("m").active
     assert len(plan.devices) == 3
     site.submit("r1")
     site.leave(plan.devices[1])
@@ -140,7 +140,7 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile():
     site.join("b")
     site.event(solve(command))
     site.ready()
-    assert site.session.active_plan("m").devices == ("a",)
+    assert site.session.groups.default("m").active.devices == ("a",)
     site.tick(1.1)
     assert site.solves[-1].kind is SearchKind.WHOLE, "the whole search follows"
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}

@@ -70,7 +70,8 @@ def test_after_a_restart_of_the_broker_subscriptions_are_made_again_first(broker
     made = receiver.read(topic, f"{topic}/more")
     receiver.read(f"{topic}/gone")
     receiver.transport.unsubscribe([f"{topic}/gone"])
-    broker.restart()
+    broker.stop()
+    broker.start()
     receiver.state_of(Disconnected)
     assert receiver.states.get(timeout=20.0) == made
     assert isinstance(receiver.states.get(timeout=20.0), Connected)

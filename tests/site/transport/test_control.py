@@ -178,7 +178,7 @@ def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosqui
     monkeypatch.setattr("hepti_mqtt.transport.broker_connection.LATE_S", 0.0)
     peer, connected = peers(mosquitto.url, connect=False), threading.Event()
     monkeypatch.setattr(
-        "hepti_mqtt.transport.link.connect_any", lambda *a: connected.wait(PATIENCE_S) and connect_any(*a)
+        "hepti_mqtt.transport.link.sockets.connect_any", lambda *a: connected.wait(PATIENCE_S) and connect_any(*a)
     )
     with pytest.raises(NetworkError):
         peer.transport.connect(0.0)
@@ -232,13 +232,15 @@ def test_what_waits_for_acknowledgement_outlives_a_restart_of_the_broker(mosquit
     (keeper, next_delivery), sender = keepers(), peers(mosquitto.url)
     sender.say(f"{topic}/a", b"a")
     before = next_delivery()
-    mosquitto.restart()
+    mosquitto.stop()
+    mosquitto.start()
     after = next_delivery()
     assert (after.payload, after.repeated) == (b"a", True)
     keeper.acknowledge(before.receipt)  # of a connection that is gone: it says nothing
     keeper.acknowledge(after.receipt)
     keeper.close()
-    mosquitto.restart()
+    mosquitto.stop()
+    mosquitto.start()
     sender.state_of(Connected)
     _, next_delivery = keepers()
     sender.say(f"{topic}/b", b"b")

@@ -106,10 +106,10 @@ def open_link(request, monkeypatch):
         here, there = socket.socketpair()
     now = [0.0]
     monkeypatch.setattr("hepti_mqtt.transport.link.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("hepti_mqtt.transport.link.connect_any", lambda *_: here)
-    monkeypatch.setattr("hepti_mqtt.transport.link.tune", lambda sock: sock.setblocking(False))
+    monkeypatch.setattr("hepti_mqtt.transport.link.sockets.connect_any", lambda *_: here)
+    monkeypatch.setattr("hepti_mqtt.transport.link.sockets.tune", lambda sock: sock.setblocking(False))
     for tuned in ("tune_receiver", "tune_sender"):
-        monkeypatch.setattr(f"hepti_mqtt.transport.link.{tuned}", lambda sock: None)
+        monkeypatch.setattr(f"hepti_mqtt.transport.link.sockets.{tuned}", lambda sock: None)
     wake = Wake()
     url, connect = BrokerUrl.parse("mqtt://127.0.0.1"), Connect(4, "a")
     link = Link(url, connect, threading.RLock(), wake, lambda *_: None, bulk=request.param != "control")

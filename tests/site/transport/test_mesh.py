@@ -18,9 +18,8 @@ import psutil
 import pytest
 from mesh_nodes import HOST, KEY, OTHER, PATIENCE_S, TOKEN, Node, filters, joined, pump, subscribe, topic
 
-from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.peer import Address, Dropped, Joined, Lost, Refused
+from hepti_mqtt.transport.peer import Dropped, Joined, Lost, Refused
 
 
 @pytest.fixture
@@ -81,13 +80,6 @@ def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
     assert b.mesh.stats()["a"].trouble == ""
 
 
-def test_a_place_is_an_address():
-    with pytest.raises(WireError, match="not an IP address"):
-        Address("pi.local", 1883)
-    with pytest.raises(WireError, match="port 0"):
-        Address(HOST, 0)
-
-
 def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
     a, b = pair
     a.mesh.expel("b", KEY)
@@ -141,10 +133,10 @@ def test_devices_may_have_addresses_of_ipv6(nodes):
 READER = """
 import sys
 from mesh_nodes import TOKEN, Node, filters
-from hepti_mqtt.transport.peer import Address
+from hepti_mqtt.protocol.messages import Endpoint
 
 node = Node("b")
-node.mesh.join("a", 1, Address(sys.argv[1], int(sys.argv[2])), TOKEN, filters("a", "b"))
+node.mesh.join("a", 1, Endpoint(sys.argv[1], int(sys.argv[2])), TOKEN, filters("a", "b"))
 while True:
     node.mesh.wait(None)
     for told in node.told:

@@ -12,7 +12,8 @@ from mesh_nodes import GRANTED, HOST, IN, KEY, PATIENCE_S, TOKEN, filters, joine
 
 from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.core.errors import ConfigError
-from hepti_mqtt.transport.peer import Address, Joined, Refused
+from hepti_mqtt.protocol.messages import Endpoint
+from hepti_mqtt.transport.peer import Joined, Refused
 from hepti_mqtt.transport.sockets import MeshTls
 
 
@@ -60,7 +61,7 @@ def test_tensors_travel_encrypted(device, aes):
 def test_who_lacks_aes_asks_for_what_is_fast_without_it(device, files, aes):
     b, serving = device("b", aes=aes), MeshTls.load(*files["a"], aes=True).serving
     with socket.create_server((HOST, 0)) as listener:
-        b.mesh.join("a", KEY, Address(HOST, listener.getsockname()[1], "00"), TOKEN, filters("a", "b"))
+        b.mesh.join("a", KEY, Endpoint(HOST, listener.getsockname()[1], "00"), TOKEN, filters("a", "b"))
         pump((b,), lambda: readable(listener))
         with ThreadPoolExecutor(1) as pool, listener.accept()[0] as plain:
             secured = pool.submit(serving.wrap_socket, plain, server_side=True)
@@ -73,11 +74,11 @@ def test_who_lacks_aes_asks_for_what_is_fast_without_it(device, files, aes):
 def test_another_certificate_gets_no_token(device, files):
     a, b = device("a"), device("b")
     a.mesh.admit("b", KEY, TOKEN, filters("a", "b"))
-    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, b.fingerprint), TOKEN, filters("a", "b"))
+    b.mesh.join("a", KEY, Endpoint(HOST, a.mesh.port, b.fingerprint), TOKEN, filters("a", "b"))
     pump((a, b), lambda: b.mesh.stats()["a"].trouble)
     assert "another certificate" in b.mesh.stats()["a"].trouble
     assert b.events == []
-    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), TOKEN, filters("a", "b"))
+    b.mesh.join("a", KEY, Endpoint(HOST, a.mesh.port, a.fingerprint), TOKEN, filters("a", "b"))
     pump((a, b), joined(b))
 
 
@@ -85,7 +86,7 @@ def test_another_certificate_gets_no_token(device, files):
 def test_never_plain_where_one_side_wants_tls(device, nodes, is_plain, fingerprint):
     asking = nodes("b")[0] if is_plain else device("b")
     with socket.create_server((HOST, 0)) as listener:
-        place = Address(HOST, listener.getsockname()[1], fingerprint)
+        place = Endpoint(HOST, listener.getsockname()[1], fingerprint)
         asking.mesh.join("a", KEY, place, TOKEN, filters("a", "b"))
         pump((asking,), lambda: asking.events_of(Refused))
         assert not readable(listener), "it does not even connect"
@@ -102,7 +103,7 @@ def test_who_speaks_no_tls_is_rejected(device):
 
 def test_an_endpoint_that_speaks_no_tls_is_given_up(device, played):
     b = device("b")
-    b.mesh.join("a", KEY, Address(HOST, played.place.port, "00"), TOKEN, filters("a", "b"))
+    b.mesh.join("a", KEY, Endpoint(HOST, played.place.port, "00"), TOKEN, filters("a", "b"))
     assert TOKEN.encode() not in played.accept(b)
     played.sock.sendall(IN + GRANTED)
     pump((b,), lambda: "no TLS" in b.mesh.stats()["a"].trouble)

@@ -28,8 +28,9 @@ from mesh_nodes import (
 )
 from mqtt_bytes import publish
 
+from hepti_mqtt.protocol.messages import Endpoint
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S, Address, Joined, Lost, Refused
+from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S, Joined, Lost, Refused
 from hepti_mqtt.transport.sockets import unacknowledged
 
 MALFORMED = {
@@ -185,7 +186,7 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     (b,) = nodes("b")
     with socket.create_server((HOST, 0)) as reserved:
         port = reserved.getsockname()[1]
-    b.mesh.join("a", KEY, Address(HOST, port), TOKEN, filters("a", "b"))
+    b.mesh.join("a", KEY, Endpoint(HOST, port), TOKEN, filters("a", "b"))
     pump((b,), lambda: b.mesh.stats()["a"].trouble)
     assert "refused" in b.mesh.stats()["a"].trouble
     assert b.events == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from program_builder import ProgramBuilder
-from sites import FAMILIES, always, plan, request, tensors
+from sites import FAMILIES, always, plan, request, sent_bytes, tensors
 from swarm import Swarm
 
 from hepti_mqtt.core.ids import PLANNER
@@ -24,7 +24,6 @@ from hepti_mqtt.cost.simulator import (
     dispatch_bytes,
     report_bytes,
     send_bytes,
-    sent_bytes,
     simulate,
 )
 from hepti_mqtt.lowering.passes import set_routes

@@ -224,7 +224,7 @@ def test_tasks_that_would_read_what_the_head_device_computes_are_refused():
 def test_leasing_gains_where_a_device_becomes_slower():
     """The figures of docs/methods/fused_tiles.md, loosely: fixed owners are waited for, leases are taken over."""
     simulation = {}
-    cluster, spec = load_site(settings.find_bundled_config("sites", Path("mixed-four"))), spec_of_kind("vgg16")
+    cluster, spec = load_site(settings.find_bundled_site(Path("mixed-four"))), spec_of_kind("vgg16")
     shape = request(spec, (1,))[0]
     for owners in ({}, {"owners": "leased"}):
         pins = {"strategy": "fused_tiles", "options": {"cut": "3", **owners}, "devices": tuple(cluster.devices)}

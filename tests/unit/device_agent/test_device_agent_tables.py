@@ -47,7 +47,7 @@ def test_tables_of_a_load_take_what_is_counted(spec: Spec, method: str, devices:
         manifest = Manifest.decode(data)
         tiles = TileMap(manifest)
         of_map = tracemalloc.get_traced_memory()[0]
-        job = LoadJob(Load(1, "m", PlanVersion(1, 1), b"", resident, frozenset()))
+        job = LoadJob(Load("m", PlanVersion(1, 1), b"", resident, frozenset()))
         job.plan_tiles(manifest, tiles, {}, 0)
         order = tuple(job.destinations)
         job.on_disk = deque(order)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from program_builder import ProgramBuilder, validate
-from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, served, tensors
+from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, sent_bytes, served, tensors
 from small_cnns import cnn, conv
 from swarm import Swarm
 from together import run_programs
@@ -21,7 +21,7 @@ from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.profiles import Curve, DeviceProfile
 from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.kernels import NarrowMatrix, Workers, loading_bytes, works
 from hepti_mqtt.lowering.passes import fuse_conversions, merge_copies, narrow_weights, narrow_wire
 from hepti_mqtt.models.shapes import TokenBatch

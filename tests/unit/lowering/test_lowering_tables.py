@@ -67,7 +67,8 @@ def layout(rng: random.Random, op: Op, devices: int) -> Rule:
         wide = [span(max(p[0][0] - 3, 0), p[0][1]) if p and op.granularity()[dim] == 1 else p for p in parts]
         return split_along(wide, dim)
     if kind == "reduced" and dim >= op.rank and isinstance(op, Linear):
-        return lambda op: split_along(parts, dim)(op) + split_along(rows, 0, relay=True)(op)
+        sums = split_along(rows, 0)
+        return lambda op: split_along(parts, dim)(op) + [piece._replace(relay=True) for piece in sums(op)]
     return split_along(parts, dim)
 
 

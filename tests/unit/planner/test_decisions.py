@@ -170,7 +170,7 @@ def test_a_standby_pays_where_its_load_costs_less_than_the_wait() -> None:
 
 
 def question(kind: str, site: str, tokens: int = 128) -> Question:
-    cluster = load_site(settings.find_bundled_config("sites", Path(f"{site}.yaml")))
+    cluster = load_site(settings.find_bundled_site(Path(f"{site}.yaml")))
     spec = spec_of_kind(kind)
     return Question(TopicNames("home", "m"), spec, cluster, representative_shape(spec, tokens), PlanVersion(1, 1))
 

@@ -9,7 +9,7 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_config
+from hepti_mqtt.config.settings import find_bundled_site
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
@@ -81,9 +81,7 @@ LLAMA = replace(
 
 
 def test_four_boards_read_a_prompt_by_rows_three_times_as_fast_as_one():
-    query = question(
-        load_site(find_bundled_config("sites", Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4")
-    )
+    query = question(load_site(find_bundled_site(Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4"))
     decision = decide(query)
     plan = decision.chosen.plan
     alone = replace(plan, strategy="single", devices=(plan.root,), shares={}, ranges={}, layouts={})

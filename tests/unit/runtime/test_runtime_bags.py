@@ -16,7 +16,7 @@ from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.worker import session
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.runtime.worker.runs import EARLY_LEASES, WorkerRuns
 
 METHOD = ("fused_tiles", {"cut": "1", "owners": "leased"})
@@ -49,7 +49,7 @@ class ObservedSite:
         self.swarm.lost_filter = self._packet
         self.shape, self.inputs = request(spec, (1,))
         self.want = models.reference(spec, weights, self.inputs, self.shape)[1]
-        self.by: dict[str, int] = {}
+        self.by = Counter[str]()
         self.run_ids: set[int] = set()
 
     def _packet(self, topic: str, target: str) -> bool:
@@ -57,7 +57,7 @@ class ObservedSite:
         hosts = self.swarm.hosts
         if self.packets == self.moment and hosts[self.victim].alive:
             self.in_bag = any(
-                r.task_queue and not r.task_queue.all_done
+                r.task_queue and len(r.task_queue.completed_by) < r.task_queue.tasks
                 for slot in self.swarm.planner.groups
                 for r in slot.runs.values()
             )
@@ -72,7 +72,7 @@ class ObservedSite:
             for run in (r for slot in self.swarm.planner.groups for r in slot.runs.values()):
                 self.run_ids.add(run.run_id)
                 if run.task_queue is not None:
-                    self.by = run.task_queue.tasks_done_by_device()
+                    self.by = Counter(run.task_queue.completed_by.values())
             return "r" in self.swarm.answers or "r" in self.swarm.errors
 
         self.swarm.run(60, until=over)
@@ -116,7 +116,7 @@ def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
     (run_id,) = site.run_ids
     plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
     late = messages.LeaseTasks(plan.model, plan.version, run_id, (1,))
-    assert host.session.handle(session.MessageIn(late), site.swarm.now) == []
+    assert host.session.handle(interface.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
 
 

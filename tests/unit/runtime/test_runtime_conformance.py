@@ -19,7 +19,7 @@ from hepti_mqtt import models
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.core.program import Compute, Recv
-from hepti_mqtt.cost.simulator import FrameArrival, SimulatedRequest, TopicNames, send_bytes, simulate_requests
+from hepti_mqtt.cost.simulator import SimulatedRequest, Simulator, TopicNames, send_bytes
 from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.protocol import frames, messages
@@ -213,6 +213,22 @@ def answers(sent, run_ids):
     return [np.concatenate([a for _, a in sorted(parts[n], key=lambda part: part[0])]) for n in run_ids]
 
 
+class ObservedSimulator(Simulator):
+    """Notes the frames that arrive, and the ops (run, place in the Program) that each device runs."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.arrivals, self.ran = [], defaultdict(list)
+
+    def on_arrival(self, now, frame):
+        self.arrivals.append(frame)
+        super().on_arrival(now, frame)
+
+    def on_op_done(self, now, device, run, place):
+        self.ran[device.name].append((run.run_id, place))
+        super().on_op_done(now, device, run, place)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
@@ -220,19 +236,13 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     cluster = data.draw(sites(fixed.devices))
     lowered = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
     times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(lowered), max_size=len(lowered)), label="asked")
-    observed = []
-    simulate_requests(
-        NAMING,
-        spec,
-        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(lowered, sorted(times), strict=True)],
-        cluster,
-        in_flight=data.draw(st.integers(1, 3), label="in flight"),
-        observe=observed.append,
+    simulator = ObservedSimulator(NAMING, spec, cluster, data.draw(st.integers(1, 3), label="in flight"), record=False)
+    simulator.run(
+        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(lowered, sorted(times), strict=True)]
     )
-    arrivals = [event for event in observed if isinstance(event, FrameArrival)]
-    began = [event for event in observed if not isinstance(event, FrameArrival)]
+    simulator.outcome()
     driven = {
-        name: Driven(spec, fixed, lowered, cluster, name, [a for a in arrivals if a.device == name])
+        name: Driven(spec, fixed, lowered, cluster, name, [a for a in simulator.arrivals if a.device == name])
         for name in fixed.devices
     }
     sent = {}
@@ -242,7 +252,7 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
             device.advance(sent)
         assert [len(d.arrivals) for d in driven.values()] != before, "a frame arrived that nobody has sent"
     for name, device in driven.items():
-        assert device.ran == [event[1:] for event in began if event[0] == name], name
+        assert device.ran == simulator.ran[name], name
         assert not device.session.counters["duplicate"], "one frame, one exchange"
         device.session.check()
     for (shape, inputs, _), got in zip(lowered, answers(sent, range(1, len(lowered) + 1)), strict=True):

@@ -50,7 +50,7 @@ class Changing(Swarm):
         """Change the plan after the run has reported a block."""
         self.run(60, until=lambda: self.progress >= block)
         self.decider = always(self.next_plan)
-        self.tell_planner(interface.PinPlan(MODEL, Pins(strategy=self.next_plan.strategy)))
+        self.pin(Pins(strategy=self.next_plan.strategy))
 
     def switched(self) -> bool:
         """Return whether the run continues under another plan."""

@@ -77,7 +77,7 @@ def walk(seed: int) -> Iterator[machinery.Transition]:
         elif what == "solve" and site.solves and not site.searches:
             site.solve(rng.choice(site.solves[-2:]))
         elif what == "pin":
-            site.event(interface.PinPlan("m", rng.choice((Pins(), ROW, Pins(wire="f16")))))
+            site.pin(rng.choice((Pins(), ROW, Pins(wire="f16"))))
         for story in site.session.stories():
             yield from story.last()
 
@@ -145,7 +145,7 @@ def given_up_while_suspect() -> Site:
 def own_search_makes_room() -> Site:
     site = pinned()
     site.searches = False
-    site.event(interface.PinPlan("m", Pins()))
+    site.pin(Pins())
     site.failed("a")
     assert site.session.groups.default("m").evicted
     return site

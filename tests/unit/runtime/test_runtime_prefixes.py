@@ -60,7 +60,7 @@ EARLIER = PlanVersion(9, 4)
 
 def reported(site: Site, device: str, *sessions: tuple[int, int]) -> list[int]:
     """Let a device report (number, rows) of sessions of an earlier plan; return the sessions that it must drop."""
-    plan = site.session.active_plan("m")
+    plan = site.session.groups.default("m").active
     kept = tuple(KeptSession(EARLIER, number, rows) for number, rows in sessions)
     out = site.event(DeviceMessage(device, KeptSessions("m", plan.version, kept)))
     sent = [messages.decode(command.payload) for command in out if isinstance(command, Publish)]
@@ -69,7 +69,7 @@ def reported(site: Site, device: str, *sessions: tuple[int, int]) -> list[int]:
 
 def test_a_text_of_an_earlier_plan_goes_on_when_all_devices_of_a_plan_have_its_rows():
     site = settled("a", "b", pins=ROW)
-    now = site.session.active_plan("m").version
+    now = site.session.groups.default("m").active.version
     foreign = replace(held(8, *TEXT, version=EARLIER), model="other")
     site.session.kv_caches.recall([held(7, *TEXT, version=EARLIER), foreign])
     assert reported(site, "a", (7, 60), (8, 60), (9, 60)) == [8, 9], "nobody knows their texts"
@@ -89,4 +89,4 @@ def test_texts_of_ended_plans_are_bounded():
     sessions = HeldSessions()
     for number in range(2 * MAX_HELD):
         sessions.keep(held(number, *TEXT[:20], version=PlanVersion(1, number)))
-    assert len(sessions) == MAX_HELD
+    assert len([*sessions]) == MAX_HELD

@@ -21,11 +21,10 @@ from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
-from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.worker import session
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.runtime.worker.runs import EARLY_BYTES
 from hepti_mqtt.runtime.worker.session import MeshRoutes
 from hepti_mqtt.strategies import STRATEGIES
@@ -170,7 +169,7 @@ def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     first, second = plan(SPEC, ("block", {}), (1.0, 3.0)), plan(SPEC, ("block", {}), (3.0, 1.0))
     swarm = tight(int(1.02 * max(needed(always(first)), needed(always(second)))), always(first))
     swarm.decider = always(second)
-    swarm.tell_planner(interface.PinPlan(MODEL, Pins()))
+    swarm.pin(Pins())
     before = plan_of(swarm).version
     swarm.submit("r", SHAPE, INPUTS)
     swarm.run(20, until=lambda: plan_of(swarm) is not None and plan_of(swarm).version > before)
@@ -189,7 +188,7 @@ def test_a_joining_device_is_used_without_losing_a_request():
     assert all(len(a) == 1 for a in swarm.answers.values())
     assert "d9" in plan_of(swarm).devices
     swarm.run(5)
-    assert all(len(h.session.plans) == 1 for n, h in swarm.hosts.items() if n in plan_of(swarm).devices)
+    assert all(len([*h.session.plans]) == 1 for n, h in swarm.hosts.items() if n in plan_of(swarm).devices)
 
 
 def stranger(swarm: Swarm, **changes) -> frames.Frame:
@@ -211,7 +210,7 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
     assert first < second
     for node, part, _ in exchanges:
         frame = stranger(swarm, run_id=second, node=node, part=part)
-        assert host.handle(session.FrameIn(frame), swarm.now) == []
+        assert host.handle(interface.FrameIn(frame), swarm.now) == []
     ask(swarm, "second")
     assert host.counters["bad_shape"] == 1, "the first one ends the run"
 
@@ -220,7 +219,7 @@ def test_early_frames_are_bounded():
     swarm = site(n=2)
     host, body = swarm.hosts["d0"].session, np.zeros(1 << 20, np.float32)
     for run_id in range(100, 140):
-        host.handle(session.FrameIn(stranger(swarm, run_id=run_id, shape=body.shape, body=body)), swarm.now)
+        host.handle(interface.FrameIn(stranger(swarm, run_id=run_id, shape=body.shape, body=body)), swarm.now)
         host.check()
     assert 0 < host.runs.early.nbytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0
@@ -371,7 +370,7 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     runs = list(answered(swarm).values())
     assert len(set(runs)) == parts
     assert max(map(runs.count, runs)) < len(REPLICA_REQUESTS) / parts + 2
-    plan = swarm.planner.active_plan(MODEL)
+    plan = swarm.planner.groups.default(MODEL).active
     assert {part.version for part in plan.replicas}.isdisjoint({plan.version})
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 
@@ -384,41 +383,41 @@ def test_requests_that_could_run_together_are_shared_out_first():
 
 def test_a_lost_device_takes_its_replica_away_and_the_others_go_on_until_the_next_plan():
     swarm = replicas()
-    before = swarm.planner.active_plan(MODEL)
+    before = swarm.planner.groups.default(MODEL).active
     submit(swarm)
     swarm.kill("d1")
     swarm.run(0.02)  # its will is there, and no search has ended
-    after = swarm.planner.active_plan(MODEL)
+    after = swarm.planner.groups.default(MODEL).active
     assert (after.version, after.devices) == (before.version, ("d0", "d2"))
     assert {part.version for part in after.replicas} < {part.version for part in before.replicas}
     assert set(answered(swarm).values()) <= {("d0",), ("d2",)}
     swarm.run(5)
-    last = swarm.planner.active_plan(MODEL)
+    last = swarm.planner.groups.default(MODEL).active
     assert set(last.devices) == {"d0", "d2"}
 
 
 def test_a_replica_whose_run_never_ended_is_left_out_while_the_others_go_on():
     swarm = replicas()
-    before = swarm.planner.active_plan(MODEL)
+    before = swarm.planner.groups.default(MODEL).active
     deaf = swarm.planner.topics.work(MODEL, "d1")
     swarm.lost_filter = lambda topic, _: topic == deaf  # it has lost that subscription, beats and answers probes
     submit(swarm)
     swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
-    during = swarm.planner.active_plan(MODEL)
+    during = swarm.planner.groups.default(MODEL).active
     assert during is not None, "requests go on"
     assert during.version == before.version
     assert {run.devices for run in swarm.planner.groups.default(MODEL).usable_executables} == {("d0",), ("d2",)}
     assert set(answered(swarm).values()) == {("d0",), ("d2",)}
     swarm.lost_filter = lambda *_: False
-    swarm.run(20, until=lambda: swarm.planner.active_plan(MODEL).version != before.version)
-    assert swarm.planner.active_plan(MODEL).devices == before.devices
+    swarm.run(20, until=lambda: swarm.planner.groups.default(MODEL).active.version != before.version)
+    assert swarm.planner.groups.default(MODEL).active.devices == before.devices
     assert len(swarm.planner.groups.default(MODEL).usable_executables) == 3
     assert not any(note.kind == "left" for note in swarm.notes)
 
 
 def test_where_only_doubted_replicas_are_left_the_plan_serves_nobody_and_another_one_is_made():
     swarm = replicas(devices=2)
-    before = swarm.planner.active_plan(MODEL)
+    before = swarm.planner.groups.default(MODEL).active
     assert before is not None
     deaf = swarm.planner.topics.work(MODEL, "d0")
     swarm.lost_filter = lambda topic, _: topic == deaf
@@ -426,19 +425,19 @@ def test_where_only_doubted_replicas_are_left_the_plan_serves_nobody_and_another
     swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
     swarm.kill("d1")
     swarm.run(0.02)  # its will is there, and no search has ended
-    assert swarm.planner.active_plan(MODEL) is None
+    assert swarm.planner.groups.default(MODEL).active is None
     swarm.lost_filter = lambda *_: False
     assert set(answered(swarm).values()) <= {("d0",), ("d1",)}
-    assert swarm.planner.active_plan(MODEL).devices == ("d0",)
+    assert swarm.planner.groups.default(MODEL).active.devices == ("d0",)
 
 
 def test_a_group_that_loses_a_device_is_released_by_those_that_are_left_of_it():
     swarm = replicas({"groups": "2"}, 4)
-    lost = next(part for part in swarm.planner.active_plan(MODEL).replicas if "d1" in part.devices)
+    lost = next(part for part in swarm.planner.groups.default(MODEL).active.replicas if "d1" in part.devices)
     [left] = set(lost.devices) - {"d1"}
     swarm.kill("d1")
     swarm.run(0.05)
-    assert swarm.planner.active_plan(MODEL).devices == tuple(
+    assert swarm.planner.groups.default(MODEL).active.devices == tuple(
         d for d in ("d0", "d1", "d2", "d3") if d not in lost.devices
     )
     assert swarm.hosts[left].session.plans.get(MODEL, lost.version) is None

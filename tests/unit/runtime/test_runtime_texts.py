@@ -49,7 +49,7 @@ class Site(Swarm):
     def change(self) -> None:
         """Let one device alone serve from now on."""
         self.decider = always(ALONE)
-        self.tell_planner(interface.PinPlan(MODEL, Pins(strategy=ALONE.strategy)))
+        self.pin(Pins(strategy=ALONE.strategy))
 
     def fall(self) -> None:
         """Let the second device fall to a quarter of its speed."""

@@ -30,7 +30,7 @@ from hepti_mqtt.protocol import frames, messages, plausible
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish, StateMachine
-from hepti_mqtt.runtime.worker import residents, runs
+from hepti_mqtt.runtime.worker import runs
 from hepti_mqtt.runtime.worker.executor import bind, pack
 from hepti_mqtt.runtime.worker.interface import (
     AnalysePrepare,
@@ -267,7 +267,7 @@ def test_an_ended_plan_is_unloaded_from_every_state(state: str, event: str) -> N
     kept = frozenset((bytes(32), ref) for ref in matrices(WEIGHTS).values()) if has_weights else frozenset()
     assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, kept)]
     assert [c.work_topics for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
-    assert len(device.session.plans) == 0
+    assert not [*device.session.plans]
     assert ONE not in device.session.plans
 
 
@@ -348,7 +348,7 @@ def test_an_illegal_step_unloads_the_plan_in_service(monkeypatch: pytest.MonkeyP
     out = device(Subscribed(*ONE))
     assert [type(c) for c in out] == [Unload, Unsubscribe, LogTrouble]
     assert device.session.counters["illegal_step"] == 1
-    assert len(device.session.plans) == 0
+    assert not [*device.session.plans]
     assert device.session.next_step() is None, "its runs ended with it"
     device.reach(ONE, "ready")  # the planner repeats the Prepare
 
@@ -524,7 +524,7 @@ def test_a_plan_that_is_released_during_its_analysis_is_dropped(event: WorkerEve
     device, order = received(prepare(fixed=HALVES))
     assert device.handle(event, 0.0) == []
     assert finish_analysis(device, order) == []
-    assert len(device.plans) == 0
+    assert not [*device.plans]
 
 
 def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
@@ -561,8 +561,10 @@ def test_plans_of_every_family_are_accepted(name):
 
 @pytest.fixture
 def nothing_built(monkeypatch):
-    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "sources_of", "programs_digest"):
-        monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was computed"))
+    names = ("resident_weights", "memory.max_live_bytes", "memory.programs_bytes", "sources_of", "programs_digest")
+    for name in names:
+        path = f"hepti_mqtt.runtime.worker.residents.{name}"
+        monkeypatch.setattr(path, lambda *_, name=name: pytest.fail(f"{name} was computed"))
 
 
 ABSURD_SPECS = {

@@ -13,12 +13,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from service_support import CLUSTER, plan_for
+from sites import sent_bytes
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.core import errors
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import concatenate

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from service_support import CLUSTER, plan_for
+from sites import sent_bytes
 from swarm import profile_curve
 
 from hepti_mqtt.core.profiles import DeviceProfile
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.planner import RequestSimulation
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot

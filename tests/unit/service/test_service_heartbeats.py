@@ -32,7 +32,7 @@ def test_a_flood_of_invented_devices_leaves_the_others_their_turn(inbox):
         assert len(more) <= TAKEN
         taken += more
     assert taken[0] == ("quiet", b"2")
-    assert (len(taken), inbox.dropped) == (TOPICS, 51)
+    assert len(taken) == TOPICS
 
 
 def test_a_payload_is_a_copy_and_bounded(inbox):
@@ -40,4 +40,4 @@ def test_a_payload_is_a_copy_and_bounded(inbox):
     inbox.put("a", memoryview(memory))
     inbox.put("large", bytes(MAX_SELF_BYTES + 1))
     memory[:] = b"gone"
-    assert (inbox.take(), inbox.dropped) == ([("a", b"here")], 1)
+    assert inbox.take() == [("a", b"here")]

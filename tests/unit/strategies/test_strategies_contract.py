@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_builder import validate
-from sites import FAMILIES, METHODS, TOLERANCE, always, plan, request, tensors
+from sites import FAMILIES, METHODS, TOLERANCE, always, plan, request, sent_bytes, tensors
 from swarm import Swarm, plan_of
 from together import bound, run_programs, run_together
 
@@ -21,7 +21,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.errors import PlanError
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, slots_written
-from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models.shapes import TextInput, TokenBatch
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, resident_weights, sources_of

@@ -192,6 +192,15 @@ def test_a_lone_surrogate_in_json_is_a_wire_error(changes):
         wire.decode_caps(json.dumps(caps | changes).encode())
 
 
+@pytest.mark.parametrize("wrong", [{"host": "pi.local"}, {"host": ""}, {"port": 0}, {"port": 65536}])
+def test_an_endpoint_without_an_ip_address_and_a_port_is_a_wire_error(wrong):
+    endpoint = {"host": "10.0.0.7", "port": 80, "fingerprint": ""}
+    caps = json.loads(wire.encode_caps(wire.Caps("d", 1, 1, 1, 1, 1, "neon", "1", {}, 0, 5)))
+    wire.decode_caps(json.dumps(caps | {"endpoint": endpoint}).encode())
+    with pytest.raises(WireError):
+        wire.decode_caps(json.dumps(caps | {"endpoint": endpoint | wrong}).encode())
+
+
 def test_unknown_keys_of_a_newer_agent_are_ignored():
     status = json.loads(wire.encode_status(wire.Status("online", 7))) | {"since": "today"}
     assert wire.decode_status(json.dumps(status).encode()) == wire.Status("online", 7)
