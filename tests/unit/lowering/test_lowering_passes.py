@@ -174,6 +174,7 @@ WIRE_SHARES = (1.0, 2.0, 1.0)
 MAPS = [(name, {}) for name in ("map_rows", "coedge", "fused_tiles")]
 CASES = [*(("bert-embedding", method) for method in SPLIT), *(("tiny-resnet", method) for method in MAPS)]
 
+
 def separate(spec, fixed, shape):
     """Return the Programs with an op for each conversion."""
     lowered = lower_plan(spec, fixed, shape)

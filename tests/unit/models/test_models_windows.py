@@ -7,6 +7,7 @@ from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.core.program import Recv
 from hepti_mqtt.strategies.plan_programs import device_programs
 
+
 def spec_of(kind, **changes):
     return models.spec_from_config({**KINDS[kind].config, **changes}, {})
 

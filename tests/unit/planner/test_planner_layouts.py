@@ -45,7 +45,7 @@ def ways(plan):
     ],
 )
 def test_runs_of_any_size_are_in_the_layout_that_is_fastest(gflops, mbit, memory, last):
-    devices = (device(f"d{i}", speed, memory) for i, speed in enumerate(gflops))
+    devices = (replace(device(f"d{i}", g, memory), attention_flops_per_s=2e9) for i, g in enumerate(gflops))
     query = question(meshed(cluster(*devices, mbit=mbit, latency_s=0.1e-3)))
     chosen = decide(query).chosen
     plan, able = chosen.plan, LAYOUTS[: LAYOUTS.index(last) + 1]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generated import begin, finish, greedy, site
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from generated import begin, finish, greedy, site
 from sites import always, plan, tensors
 from together import run_programs
 

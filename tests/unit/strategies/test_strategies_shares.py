@@ -9,10 +9,10 @@ from math import prod
 
 import numpy as np
 import pytest
+import questions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import VGG, net
-from questions import cluster, device, question
 from sites import FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
@@ -262,9 +262,10 @@ def test_each_device_sends_to_its_neighbour_alone_what_a_reduce_scatter_and_an_a
 
 def test_shares_follow_speed_and_what_memory_leaves():
     def decided(room):
-        devices = device("d0", 30.0, room), device("d1", 10.0, 1e9), device("d2", 10.0, 1e9)
-        pins = {"strategy": "galaxy", "options": {"exchange": "ring"}, "devices": ("d0", "d1", "d2")}
-        return decide(question(SPEC, cluster(*devices, mbit=800), SHAPE, **pins)).chosen
+        speeds = {"d0": (30.0, room), "d1": (10.0, 1e9), "d2": (10.0, 1e9)}
+        site = questions.cluster(*(questions.device(name, *one) for name, one in speeds.items()), mbit=800)
+        pins = {"strategy": "galaxy", "options": {"exchange": "ring"}, "devices": tuple(speeds)}
+        return decide(questions.question(SPEC, site, SHAPE, **pins)).chosen
 
     fast = decided(1e9)
     widths = [z - a for a, z in fast.plan.ranges["mlp"]]
