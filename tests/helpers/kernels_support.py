@@ -14,6 +14,7 @@ from hypothesis import settings
 from numpy.typing import NDArray
 
 from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
+from hepti_mqtt.core.storage import StoredRows
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, jit, warm_up
 from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.jit import JIT
@@ -58,10 +59,16 @@ def spec(a: Array) -> SlotSpec:
     return SlotSpec(a.shape, DTYPES[a.dtype])
 
 
-def weight(a: Array, layout: str) -> Weight:
-    rows, columns = a.shape if a.ndim == 2 else (1, len(a))
-    buffer = allocate(WeightRef("w", (0, rows), (0, columns), layout))
-    buffer.put(a.reshape(rows, columns), 0, 0)
+def held(
+    tensor: Array | StoredRows, storage: str = "f32", layout: str = "packed", ref: WeightRef | None = None
+) -> Weight:
+    """Return a tensor, or the range `ref` of it, as kernels hold it."""
+    if isinstance(tensor, StoredRows):
+        storage = tensor.storage.name
+    whole = tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and tensor.ndim == 1 else tensor
+    rows, columns = whole.shape
+    buffer = allocate(ref or WeightRef("w", (0, rows), (0, columns), layout, storage))
+    buffer.put(whole, 0, 0)
     return buffer.finish()
 
 
@@ -81,7 +88,10 @@ def checked(
 
 
 class Case:
-    """One op with its arrays; matrices are given plain and packed where the kernel wants it."""
+    """One op with its arrays.
+
+    weights: plain, of which the first `packed` are packed, or as kernels hold them.
+    """
 
     def __init__(
         self,
@@ -89,16 +99,19 @@ class Case:
         /,
         reads: Sequence[Array],
         shapes: Sequence[tuple[int, ...]],
-        weights: Sequence[Array] = (),
+        weights: Sequence[Array | Weight] = (),
         packed: int = 0,
         dtype: str = "f32",
         **attrs: Any,
     ) -> None:
-        self.reads, self.plain = list(reads), list(weights)
+        self.reads, self.plain = list(reads), [w if isinstance(w, np.ndarray) else w.plain() for w in weights]
         self.slots = [*map(spec, reads), *(SlotSpec(s, dtype) for s in shapes)]
         n = len(reads)
         self.op = Compute(kernel, tuple(range(n)), tuple(range(n, n + len(shapes))), (), attrs)
-        self.weights = [weight(w, "packed" if i < packed else "plain") for i, w in enumerate(weights)]
+        self.weights = [
+            held(w, layout="packed" if i < packed else "plain") if isinstance(w, np.ndarray) else w
+            for i, w in enumerate(weights)
+        ]
         self.kernel = KERNELS[kernel]
 
     def run(self, threads: int = 1) -> list[Array]:

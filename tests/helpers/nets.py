@@ -38,6 +38,10 @@ def net(side: int, lines: Sequence[Line], dense: Sequence[int] = (40,)) -> Graph
     return models.graph(spec, models.representative_shape(spec, 1, 1))
 
 
+# Pools, a residual, strides, and a window of seven rows on maps of six and three.
+VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
+
+
 def tensors(graph: Graph) -> dict[str, np.ndarray]:
     """Return the weights of a graph, of a size that keeps maps near 1."""
     rng, arrays = np.random.default_rng(5), {}

@@ -69,6 +69,11 @@ METHODS = [(s.name, dict(o)) for s in STRATEGIES.values() if s.why_unsupported(_
 METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # another graph, whatever it costs
 
 
+def method_id(value: tuple[str, Mapping[str, str]] | str) -> str:
+    """Return what stands for a method, or for the family beside it, in the name of a test."""
+    return value if isinstance(value, str) else "-".join([value[0], *value[1].values()])
+
+
 def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)

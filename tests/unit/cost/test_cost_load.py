@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from sites import FAMILIES, METHODS, plan, request
+from questions import NAMING, bundled, question
+from sites import FAMILIES, METHODS, method_id, plan, request
 from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
-from hepti_mqtt.config import settings
-from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import (
     RequestTimes,
     SimulatedRequest,
-    TopicNames,
     simulate,
     simulate_requests,
     simulate_throughput,
@@ -24,11 +19,10 @@ from hepti_mqtt.cost.simulator import (
 )
 from hepti_mqtt.models.cnn.nodes import CnnSpec
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.planner import Question, decide, price
+from hepti_mqtt.planner import decide, price
 from hepti_mqtt.strategies import plan_programs
 from hepti_mqtt.strategies.plan_programs import device_programs
 
-NAMING = TopicNames("home", "m")
 SPEC = FAMILIES["vit-classifier"]
 SHAPE = request(SPEC, (17,))[0]
 
@@ -53,7 +47,7 @@ def loaded(wanted, cluster, in_flight=2):
     return simulate_throughput(NAMING, SPEC, wanted, cluster, in_flight, 6 * in_flight)
 
 
-@pytest.mark.parametrize("method", METHODS[::4], ids=lambda m: "-".join([m[0], *m[1].values()]))
+@pytest.mark.parametrize("method", METHODS[::4], ids=method_id)
 def test_requests_that_do_not_overlap_are_requests_alone(method):
     devices = 1 if method[0] == "single" else 2
     wanted, cluster = requested(method[0], devices, options=method[1]), site(devices)
@@ -105,12 +99,12 @@ def test_never_more_in_flight_than_the_coordinator_lets_run():
 def test_a_full_price_has_the_throughput_of_whole_programs():
     cluster = site(3)
     chosen = plan(SPEC, ("row", {"variant": "kv"}), (1.0,) * 3)
-    question = Question(NAMING, SPEC, cluster, SHAPE, PlanVersion(1, 1), in_flight=2, requests=8)
-    assert price(question, chosen).load is None, "the search prices latency alone"
-    assert price(question, chosen, full=True).load == simulate_throughput(
+    query = question(SPEC, cluster, SHAPE, in_flight=2, requests=8)
+    assert price(query, chosen).load is None, "the search prices latency alone"
+    assert price(query, chosen, full=True).load == simulate_throughput(
         NAMING, SPEC, SimulatedRequest(SHAPE, device_programs(SPEC, chosen, SHAPE)), cluster, 2, 8
     )
-    assert price(Question(NAMING, SPEC, cluster, SHAPE, PlanVersion(1, 1)), chosen, full=True).load is None
+    assert price(question(SPEC, cluster, SHAPE), chosen, full=True).load is None
 
 
 def test_the_steady_state_is_whole_rounds_between_the_first_and_the_last():
@@ -224,11 +218,11 @@ def test_tasks_that_would_read_what_the_head_device_computes_are_refused():
 def test_leasing_gains_where_a_device_becomes_slower():
     """The figures of docs/methods/fused_tiles.md, loosely: fixed owners are waited for, leases are taken over."""
     simulation = {}
-    cluster, spec = load_site(settings.find_bundled_site(Path("mixed-four"))), spec_of_kind("vgg16")
+    cluster, spec = bundled("mixed-four"), spec_of_kind("vgg16")
     shape = request(spec, (1,))[0]
     for owners in ({}, {"owners": "leased"}):
         pins = {"strategy": "fused_tiles", "options": {"cut": "3", **owners}, "devices": tuple(cluster.devices)}
-        chosen = decide(Question(NAMING, spec, cluster, shape, PlanVersion(1, 1), **pins)).chosen.plan
+        chosen = decide(question(spec, cluster, shape, **pins)).chosen.plan
         parts = plan_programs.device_programs(spec, chosen, shape)
         simulation[bool(owners)] = [
             simulate(NAMING, spec, shape, parts, cluster, slowness=slows).seconds

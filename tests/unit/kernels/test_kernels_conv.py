@@ -165,45 +165,27 @@ def op(x=X, out=(4, 3, 4), packed=1, **change):
     return Case("conv2d", [x], [out], [WEIGHT], packed=packed, **{**GOOD, **change})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        op(kernel=(3, 0)),
-        op(stride=(0, 1)),
-        op(pad=(0, -1, 0, 0)),
-        op(pad=(1, 0, 0, 0)),
-        op(kernel=(3, 2), pad=(0, 0, 0, -1)),
-        op(activation="swish"),
-        op(bias=True),
-        op(residual=True),
-        op(dilation=(0, 1)),
-        op(groups=0),
-        op(groups=2),
-        op(out=(4, 3, 5)),
-        op(packed=0),
-        op(array(30, 3)),
-        pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4, out=(3, 2, 4)),
-        Case("max_pool2d", [array(6, 5)], [(1, 5)], kernel=(2, 2), stride=(2, 2), pad=(0,) * 4),
-    ],
-    ids=[
-        "an empty kernel",
-        "no stride",
-        "negative padding",
-        "another padding",
-        "negative padding of columns",
-        "an unknown activation",
-        "no bias",
-        "no residual",
-        "no dilation",
-        "no groups",
-        "groups that divide nothing",
-        "too many columns",
-        "an unpacked weight",
-        "a matrix as map",
-        "a pool with more channels",
-        "a pool of a matrix",
-    ],
-)
+WRONG = {
+    "an empty kernel": op(kernel=(3, 0)),
+    "no stride": op(stride=(0, 1)),
+    "negative padding": op(pad=(0, -1, 0, 0)),
+    "another padding": op(pad=(1, 0, 0, 0)),
+    "negative padding of columns": op(kernel=(3, 2), pad=(0, 0, 0, -1)),
+    "an unknown activation": op(activation="swish"),
+    "no bias": op(bias=True),
+    "no residual": op(residual=True),
+    "no dilation": op(dilation=(0, 1)),
+    "no groups": op(groups=0),
+    "groups that divide nothing": op(groups=2),
+    "too many columns": op(out=(4, 3, 5)),
+    "an unpacked weight": op(packed=0),
+    "a matrix as map": op(array(30, 3)),
+    "a pool with more channels": pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4, out=(3, 2, 4)),
+    "a pool of a matrix": Case("max_pool2d", [array(6, 5)], [(1, 5)], kernel=(2, 2), stride=(2, 2), pad=(0,) * 4),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_ops_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ValueError, match=r"^(conv2d|max_pool2d): "):
         wrong.run()
@@ -212,23 +194,22 @@ def test_ops_that_do_not_fit_are_refused(wrong):
 PRODUCT = Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4, nbytes=12 * 4 * 4)
 
 
-@pytest.mark.parametrize(
-    ("case", "work"),
-    [
-        (conv2d(X, WEIGHT, kernel=(3, 3)), PRODUCT),
-        (conv2d(X, WEIGHT, kernel=(3, 3), residual=True), PRODUCT._replace(nbytes=2 * PRODUCT.nbytes)),
-        (
-            conv2d(array(6, 5, 4), array(18, 6), kernel=(3, 3), groups=2),
-            Work("linear", rows=12, k=18, n=6, flops=2 * 12 * 18 * 6, nbytes=12 * 6 * 4),
-        ),
-        (
-            conv2d(array(6, 5, 4), array(9, 4), kernel=(3, 3), groups=4),
-            Work("rowwise", nbytes=4 * 4 * (30 + 12 + 9 / 3 * 12)),
-        ),
-        (pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4), Work("rowwise", nbytes=4 * 3 * 6 * 2 * (4 + 1))),
-    ],
-    ids=["product", "residual", "groups", "depthwise", "pool"],
-)
+WORKS = {
+    "product": (conv2d(X, WEIGHT, kernel=(3, 3)), PRODUCT),
+    "residual": (conv2d(X, WEIGHT, kernel=(3, 3), residual=True), PRODUCT._replace(nbytes=2 * PRODUCT.nbytes)),
+    "groups": (
+        conv2d(array(6, 5, 4), array(18, 6), kernel=(3, 3), groups=2),
+        Work("linear", rows=12, k=18, n=6, flops=2 * 12 * 18 * 6, nbytes=12 * 6 * 4),
+    ),
+    "depthwise": (
+        conv2d(array(6, 5, 4), array(9, 4), kernel=(3, 3), groups=4),
+        Work("rowwise", nbytes=4 * 4 * (30 + 12 + 9 / 3 * 12)),
+    ),
+    "pool": (pool2d(array(6, 4, 3), (2, 2), (2, 2), (0,) * 4), Work("rowwise", nbytes=4 * 3 * 6 * 2 * (4 + 1))),
+}
+
+
+@pytest.mark.parametrize(("case", "work"), WORKS.values(), ids=WORKS)
 def test_work_is_that_of_the_product_and_what_is_written(case, work):
     assert case.kernel.work(case.op, case.slots) == work
 

@@ -82,44 +82,28 @@ WHOLE, ROW = (0, ((0, 3), (0, 2)), ((0, 3), (0, 2))), (0, ((0, 1), (0, 2)), ((0,
 CODED = (0, ((0, 3), (0, 8)), ((0, 3), (0, 8)))
 
 
-@pytest.mark.parametrize(
-    ("read", "shape", "attrs"),
-    [
-        *(
-            (array(3, 2), (3, 2), {"copies": copies})
-            for copies in (
-                (),
-                (ROW, ROW, ROW),
-                (WHOLE, ROW),
-                ((1, *WHOLE[1:]),),
-                ((-1, *WHOLE[1:]),),
-                ((0, ((1, 4), (0, 2)), WHOLE[2]),),
-                ((0, ((-1, 2), (0, 2)), WHOLE[2]),),
-                ((0, ((0, 2), (0, 2)), WHOLE[2]),),
-                ((0, ((0, 3),), WHOLE[2]),),
-            )
-        ),
-        (array(3, 2), (6,), {"copies": (WHOLE,)}),
-        (array(3, 2), (3, 2), {"copies": (WHOLE,), "dtype": "i32"}),
-        (array(3, 2), (3, 2), {}),
-        (np.zeros((3, 8), np.int8), (3, 8), {"copies": (CODED,)}),
-    ],
-    ids=[
-        "no copies",
-        "a row twice",
-        "all and a row",
-        "an array too many",
-        "a negative array",
-        "rows beyond the array",
-        "negative rows",
-        "another shape",
-        "one dimension",
-        "another rank",
-        "another dtype",
-        "no attribute",
-        "scales of rows are no values",
-    ],
-)
-def test_assemble_refuses_copies_that_do_not_fill_the_result_once(read, shape, attrs):
+def one(copies=(WHOLE,), shape=(3, 2), read=None, **more):
+    return Case("assemble", [array(3, 2) if read is None else read], [shape], copies=copies, **more)
+
+
+WRONG = {
+    "no copies": one(()),
+    "a row twice": one((ROW, ROW, ROW)),
+    "all and a row": one((WHOLE, ROW)),
+    "an array too many": one(((1, *WHOLE[1:]),)),
+    "a negative array": one(((-1, *WHOLE[1:]),)),
+    "rows beyond the array": one(((0, ((1, 4), (0, 2)), WHOLE[2]),)),
+    "negative rows": one(((0, ((-1, 2), (0, 2)), WHOLE[2]),)),
+    "another shape": one(((0, ((0, 2), (0, 2)), WHOLE[2]),)),
+    "one dimension": one(((0, ((0, 3),), WHOLE[2]),)),
+    "another rank": one(shape=(6,)),
+    "another dtype": one(dtype="i32"),
+    "no attribute": Case("assemble", [array(3, 2)], [(3, 2)]),
+    "scales of rows are no values": one((CODED,), (3, 8), np.zeros((3, 8), np.int8)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_assemble_refuses_copies_that_do_not_fill_the_result_once(wrong):
     with pytest.raises(ValueError, match=r"^assemble: "):
-        Case("assemble", [read], [shape], **attrs).run()
+        wrong.run()

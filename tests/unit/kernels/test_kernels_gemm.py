@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import RNG, Case, array
+from kernels_support import RNG, Case, array, held
 
-from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.kernels import NarrowMatrix, allocate, gemv
+from hepti_mqtt.kernels import NarrowMatrix, gemv
 from hepti_mqtt.kernels.cpu import DOTS, TILE, dot
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.kernels.linear import DEPTH, ROWS, SHALLOW
@@ -27,12 +26,6 @@ STORED = st.sampled_from(STORAGES)
 PANELS_AT_ONCE = gemv.panels_together(1, TILE)
 
 
-def stored(w, storage):
-    buffer = allocate(WeightRef("w", (0, w.shape[0]), (0, w.shape[1]), "packed", storage))
-    buffer.put(w, 0, 0)
-    return buffer.finish()
-
-
 def linear(storage, m, k, widths, bias=True, activation=None, residual=False, x=None, weights=None):
     """Return a case whose reference has the matrices as they are stored, so that only the kernel's error is left."""
     n = sum(widths)
@@ -40,10 +33,7 @@ def linear(storage, m, k, widths, bias=True, activation=None, residual=False, x=
     matrices = [array(k, w, scale=0.3) for w in widths] if weights is None else weights
     biases = [array(w) for w in widths] if bias else []
     attrs = {"bias": bias, "activation": activation, "residual": residual}
-    case = Case("linear", reads, [(m, n)], [*matrices, *biases], packed=len(widths), **attrs)
-    case.weights[: len(widths)] = [stored(w, storage) for w in matrices]
-    case.plain[: len(widths)] = [w.plain() for w in case.weights[: len(widths)]]
-    return case
+    return Case("linear", reads, [(m, n)], [*(held(w, storage) for w in matrices), *biases], **attrs)
 
 
 def bound(case, storage, widths):
@@ -176,7 +166,7 @@ def test_a_column_that_is_not_finite_comes_out_as_nan(storage, value):
 @given(k=st.integers(0, 300), scale=st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 1e38]))
 def test_codes_of_int8_weights_are_within_half_a_step_of_their_block(k, scale):
     w = (array(k, 21).clip(-3, 3) * np.float64(scale)).astype(np.float32)
-    codes = stored(w, "w8a8")
+    codes = held(w, "w8a8")
     assert isinstance(codes, NarrowMatrix)
     off = np.abs(codes.plain() - w.astype(np.float64))
     for block in range(blocks(k)):
@@ -223,18 +213,17 @@ MATRIX, BIAS = linear("f32", 4, 6, [8]).weights
 SHORT, HALVES, INT8 = (linear(storage, 4, k, [8]).weights[0] for storage, k in (("f32", 5), ("f16", 6), ("w8a8", 6)))
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        (SHORT, MATRIX, BIAS, BIAS),
-        (MATRIX, MATRIX, BIAS),
-        (BIAS, MATRIX, BIAS, BIAS),
-        (MATRIX, MATRIX, MATRIX, BIAS),
-        (HALVES, INT8, BIAS, BIAS),
-        (HALVES, HALVES, HALVES, BIAS),
-    ],
-    ids=["another depth", "too few", "unpacked", "a packed bias", "two storages", "a narrow bias"],
-)
+WRONG = {
+    "another depth": (SHORT, MATRIX, BIAS, BIAS),
+    "too few": (MATRIX, MATRIX, BIAS),
+    "unpacked": (BIAS, MATRIX, BIAS, BIAS),
+    "a packed bias": (MATRIX, MATRIX, MATRIX, BIAS),
+    "two storages": (HALVES, INT8, BIAS, BIAS),
+    "a narrow bias": (HALVES, HALVES, HALVES, BIAS),
+}
+
+
+@pytest.mark.parametrize("weights", WRONG.values(), ids=WRONG)
 def test_weights_that_do_not_fit_are_refused(weights):
     case = linear("f32", 4, 6, [8, 8])
     case.run()

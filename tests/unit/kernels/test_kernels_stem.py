@@ -91,39 +91,28 @@ def patches(size, **change):
     return Case("patchify", [np.zeros((1, 1, *size), np.uint8)], [(4, 4)], **attrs)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        parts_that_are_not_the_weights(),
-        *(embed((3,), ids=[0, bad, 3]) for bad in (-1, 40, 2**31 - 1)),
-        embed((17,)),
-        embed((15,), offset=2),
-        patches((4, 4), patch=3),
-        patches((4, 6)),
-        patches((4, 4), std=(0.0,)),
-        patches((4, 4), mean=(0.0, 0.0)),
-        *(
-            Case("prepend_positions", [array(4, 3)], [(6, 3)], [array(3), array(positions, 3)], images=2)
-            for positions in (1, 4)
-        ),
-        Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=(5, 0)),
-    ],
-    ids=[
-        "parts that are not the weights",
-        "a negative id",
-        "an id beyond the vocabulary",
-        "the largest id",
-        "too many positions",
-        "too large an offset",
-        "patches that do not divide the picture",
-        "no square",
-        "no deviation",
-        "two means of one channel",
-        "too few positions",
-        "more positions than patches",
-        "a table that ends too early",
-    ],
-)
+def positions(count):
+    return Case("prepend_positions", [array(4, 3)], [(6, 3)], [array(3), array(count, 3)], images=2)
+
+
+WRONG = {
+    "parts that are not the weights": parts_that_are_not_the_weights(),
+    "a negative id": embed((3,), ids=[0, -1, 3]),
+    "an id beyond the vocabulary": embed((3,), ids=[0, 40, 3]),
+    "the largest id": embed((3,), ids=[0, 2**31 - 1, 3]),
+    "too many positions": embed((17,)),
+    "too large an offset": embed((15,), offset=2),
+    "patches that do not divide the picture": patches((4, 4), patch=3),
+    "no square": patches((4, 6)),
+    "no deviation": patches((4, 4), std=(0.0,)),
+    "two means of one channel": patches((4, 4), mean=(0.0, 0.0)),
+    "too few positions": positions(1),
+    "more positions than patches": positions(4),
+    "a table that ends too early": Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=(5, 0)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_ops_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ValueError, match=r"^[a-z_]+: |token id"):
         wrong.run()

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import RNG, array, pool
+from kernels_support import RNG, Case, array, held
 
-from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.memory import matrices, weights_bytes
-from hepti_mqtt.kernels import KERNELS, allocate, arrays_of, is_part, part, twin, weight_bytes
+from hepti_mqtt.kernels import allocate, arrays_of, is_part, part, twin, weight_bytes
 from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
 RNG.seed(1)  # for the cases below, which are drawn when this file is imported
@@ -64,11 +64,10 @@ def test_a_tile_counts_once_and_within_the_range_alone():
         buffer.finish()
 
 
-@pytest.mark.parametrize(
-    ("tile", "column"),
-    [(array(4, 8).astype(np.float64), 0), (array(4), 0), (array(4, 4), 4)],
-    ids=["f64", "1-D", "another grid"],
-)
+NO_TILES = {"f64": (array(4, 8).astype(np.float64), 0), "1-D": (array(4), 0), "another grid": (array(4, 4), 4)}
+
+
+@pytest.mark.parametrize(("tile", "column"), NO_TILES.values(), ids=NO_TILES)
 def test_what_is_no_tile_is_refused(tile, column):
     buffer = allocate(WeightRef("w", (0, 4), (0, 8)))
     buffer.put(array(4, 5), 0, 0)
@@ -76,26 +75,23 @@ def test_what_is_no_tile_is_refused(tile, column):
         buffer.put(tile, 0, column)
 
 
-@pytest.mark.parametrize(
-    "ref",
-    [
-        WeightRef("w", (0, 4), (0, 8), "packed", "i4"),  # type: ignore[arg-type]
-        WeightRef("w", (0, 4), (0, 8), "plain", "f16"),
-        WeightRef("w", (4, 0), (0, 8)),
-    ],
-    ids=["an unknown storage", "a plain array in f16", "a range that ends before it starts"],
-)
+WRONG = {
+    "an unknown storage": WeightRef("w", (0, 4), (0, 8), "packed", "i4"),  # type: ignore[arg-type]
+    "a plain array in f16": WeightRef("w", (0, 4), (0, 8), "plain", "f16"),
+    "a range that ends before it starts": WeightRef("w", (4, 0), (0, 8)),
+}
+
+
+@pytest.mark.parametrize("ref", WRONG.values(), ids=WRONG)
 def test_a_range_or_storage_that_does_not_exist_is_refused(ref):
     for function in (allocate, weight_bytes):
         with pytest.raises(ValueError, match=r"^WeightRef"):
             function(ref)
 
 
-@pytest.mark.parametrize("storage", ["f32", "f16", "w8a32", "w8a8"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_twin_is_equal_and_has_memory_of_its_own(storage):
-    buffer = allocate(WeightRef("w", (0, 70), (0, 90), "packed", storage))
-    buffer.put(array(70, 90), 0, 0)
-    first = buffer.finish()
+    first = held(array(70, 90), storage)
     second = twin(first)
     expected = first.plain().copy()
     first.panels[...] = 1
@@ -108,32 +104,21 @@ def test_a_twin_is_equal_and_has_memory_of_its_own(storage):
 # -- parts of larger matrices -----------------------------------------------------------------------------------------
 
 
-def filled(tensor, ref):
-    buffer = allocate(ref)
-    buffer.put(tensor, 0, 0)
-    return buffer.finish()
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_a_part_is_a_view_and_computes_the_same_bits_as_a_matrix_of_its_own(storage, rows):
     width, k = PANELS[storage].width, BLOCK + 20
     tensor = array(k, 4 * width + 5)
     whole = WeightRef("w", (0, k), (0, tensor.shape[1]), "packed", storage)
-    base = filled(tensor, whole)
-    x = array(rows, k)
+    base, x = held(tensor, storage), array(rows, k)
     for first, last in ((0, width), (width, 3 * width), (2 * width, 4 * width + 5), (0, 4 * width + 5), (width, width)):
         ref = whole._replace(columns=(first, last))
         assert is_part(ref, whole)
-        cut, own = part(base, whole, ref), filled(tensor, ref)
+        cut, own = part(base, whole, ref), held(tensor, ref=ref)
         np.testing.assert_array_equal(cut.plain(), own.plain())
         assert first == last or np.shares_memory(cut.panels, base.panels)
-        op = Compute("linear", (0,), (1,), (ref,), {"bias": False, "activation": None, "residual": False})
-        slots = [SlotSpec(x.shape), SlotSpec((rows, last - first))]
-        outs = [np.full((rows, last - first), np.nan, np.float32) for _ in range(2)]
-        with pool(1) as workers:
-            for weight, out in zip((cut, own), outs, strict=True):
-                KERNELS["linear"].bind(op, slots, [weight], workers)([x], [out])
+        attrs = {"bias": False, "activation": None, "residual": False}
+        outs = (Case("linear", [x], [(rows, last - first)], [weight], **attrs).run()[0] for weight in (cut, own))
         np.testing.assert_array_equal(*outs)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf_writer import quantised
-from kernels_support import RNG, array, checked, pool
+from kernels_support import RNG, Case, array, held
 
-from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
 from hepti_mqtt.core.storage import BLOCK_STORAGES, STORAGES, StoredRows
-from hepti_mqtt.kernels import allocate
 
 H = 512
 WORDS, VOCABULARY, FIRST = 150, 200, 30
@@ -18,21 +16,13 @@ STORED = ["f32", "f16", "w8a32", "w8a8", *BLOCK_STORAGES]
 
 def matrix(storage):
     """Return a matrix of H rows and WORDS columns."""
-    buffer = allocate(WeightRef("w", (0, H), (0, WORDS), "packed", storage))
-    values = array(WORDS, H)
-    is_in_blocks = storage in BLOCK_STORAGES
-    buffer.put(StoredRows(STORAGES[storage], quantised(values, storage)) if is_in_blocks else values.T, 0, 0)
-    return buffer.finish()
+    values, is_in_blocks = array(WORDS, H), storage in BLOCK_STORAGES
+    return held(StoredRows(STORAGES[storage], quantised(values, storage)) if is_in_blocks else values.T, storage)
 
 
 def embedded(ids, word, first=0, vocabulary=WORDS):
     attrs = {"parts": ("word",), "lengths": (len(ids),), "position_offset": 0, "words": (first, vocabulary)}
-    op = Compute("embed_tokens", (0,), (1,), (), attrs)
-    slots, out = [SlotSpec((len(ids),), "i32"), SlotSpec((len(ids), H))], np.full((len(ids), H), np.nan, np.float32)
-    with pool(1) as workers:
-        run = checked(op, slots, [word], workers)
-        run([np.asarray(ids, np.int32)], [out])
-    return out
+    return Case("embed_tokens", [np.asarray(ids, np.int32)], [(len(ids), H)], [word], **attrs).run()[0]
 
 
 @pytest.mark.parametrize("storage", STORED)

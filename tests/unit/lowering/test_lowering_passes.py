@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from program_builder import ProgramBuilder, validate
-from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, sent_bytes, served, tensors
+from sites import EVERY_FAMILY, FAMILIES, METHODS, always, method_id, plan, request, sent_bytes, served, tensors
 from small_cnns import cnn, conv
 from swarm import Swarm
 from together import run_programs
@@ -90,8 +90,7 @@ def test_what_is_sent_has_the_same_bits(program):
 
 
 SPLIT = [m for m in METHODS if STRATEGIES[m[0]].max_devices is None]
-METHOD_IDS = ["-".join([m[0], *m[1].values()]) for m in METHODS]
-SPLIT_IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]
+each_split = pytest.mark.parametrize("method", SPLIT, ids=method_id)
 
 
 # The values are of the order of 1 to 5; f16 keeps 11 bits, i8 7 bits of the largest in a row.
@@ -108,7 +107,7 @@ def answer_of_a_site(spec, fixed):
     return np.abs(output - models.reference(spec, tensors(spec), inputs, shape)[0]).max(), shape, stats
 
 
-@pytest.mark.parametrize("method", SPLIT, ids=SPLIT_IDS)
+@each_split
 def test_a_narrow_wire_stays_near_the_reference(method):
     place = SPLIT.index(method)
     spec, wire = FAMILIES[("bert-embedding", "vit-classifier")[place % 2]], ("f16", "i8")[place // 2 % 2]
@@ -119,7 +118,7 @@ def test_a_narrow_wire_stays_near_the_reference(method):
     assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, fixed, shape))
 
 
-@pytest.mark.parametrize("method", SPLIT, ids=SPLIT_IDS)
+@each_split
 def test_every_exchange_is_narrow_and_f32_changes_nothing(method):
     spec = FAMILIES["bert-embedding"]
     fixed = plan(spec, method, (1.0, 1.0))
@@ -145,7 +144,7 @@ def by_receiver(program: Program) -> list[tuple[int, int, str, str]]:
     return [(op.node, op.part, to, op.route) for op in program.ops if isinstance(op, Send) for to in op.to]
 
 
-@pytest.mark.parametrize("method", SPLIT, ids=SPLIT_IDS)
+@each_split
 def test_every_receiver_has_each_exchange_once_by_the_way_of_its_pair(method):
     fixed = plan(SPEC, method, (1.0, 2.0, 1.0))
     shape, _ = request(SPEC, (13, 4))
@@ -174,11 +173,6 @@ def test_the_bits_of_an_answer_do_not_depend_on_the_way(method):
 WIRE_SHARES = (1.0, 2.0, 1.0)
 MAPS = [(name, {}) for name in ("map_rows", "coedge", "fused_tiles")]
 CASES = [*(("bert-embedding", method) for method in SPLIT), *(("tiny-resnet", method) for method in MAPS)]
-CASE_IDS = ["-".join([kind, name, *options.values()]) for kind, (name, options) in CASES]
-
-
-def spec_of(kind):
-    return EVERY_FAMILY.get(kind) or spec_of_kind(kind)
 
 
 def separate(spec, fixed, shape):
@@ -220,9 +214,9 @@ def test_an_op_of_several_kernels_costs_what_they_cost_and_is_called_by_their_na
         validate(wrong)
 
 
-@pytest.mark.parametrize(("kind", "method"), CASES, ids=CASE_IDS)
+@pytest.mark.parametrize(("kind", "method"), CASES, ids=method_id)
 def test_the_bits_are_those_of_an_op_for_each_conversion(kind, method):
-    spec, wire = spec_of(kind), ("f16", "i8")[CASES.index((kind, method)) % 2]
+    spec, wire = EVERY_FAMILY.get(kind) or spec_of_kind(kind), ("f16", "i8")[CASES.index((kind, method)) % 2]
     held = tensors(spec)
     fixed = replace(plan(spec, method, WIRE_SHARES), wire=wire)
     shape, inputs = request(spec, (13,) if kind != "tiny-resnet" else (1,))
@@ -318,7 +312,7 @@ def test_matrices_of_convolutions_are_never_narrow_whatever_they_are_called(stor
 STORAGES = {"f16": 0.02, "w8a32": 0.3, "w8a8": 0.6}
 
 
-@pytest.mark.parametrize("method", METHODS, ids=METHOD_IDS)
+@pytest.mark.parametrize("method", METHODS, ids=method_id)
 def test_narrow_weights_stay_near_the_reference_on_a_site(method):
     place = METHODS.index(method)
     spec, storage = FAMILIES[("bert-embedding", "vit-classifier")[place % 2]], list(STORAGES)[place % 3]

@@ -158,19 +158,18 @@ def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
     assert held[2] - held[0] < 0.7, held
 
 
-@pytest.mark.parametrize(
-    ("lines", "named"),
-    [
-        ({roles.AFTER_MLP: split_along([span(0, 4), ()], 0)}, r"2\.x.*d0"),
-        ({roles.MLP_DOWN: split_along([span(0, 24), span(16, 48)], 2)}, r"2\.down"),
-        ({roles.AFTER_MLP: split_along([span(0, 16), span(16, 32)], 2)}, r"0\.x.*2"),
-        ({roles.AFTER_MLP: split_along([span(0, 4), span(4, 9)], 0)}, r"0\.x.*d1"),
-        ({roles.AFTER_MLP: on_device(5)}, r"0\.x.*5"),
-        ({roles.ATTENTION: split_along([span(0, 12), span(12, 32)], 1)}, r"0\.attention.*d0"),
-        ({roles.BEFORE_MLP: on_device(0)}, "before_mlp"),
-    ],
-    ids=["nobody", "overlap", "dimension", "beyond", "device", "inside a head", "role"],
-)
+WRONG = {
+    "nobody": ({roles.AFTER_MLP: split_along([span(0, 4), ()], 0)}, r"2\.x.*d0"),
+    "overlap": ({roles.MLP_DOWN: split_along([span(0, 24), span(16, 48)], 2)}, r"2\.down"),
+    "dimension": ({roles.AFTER_MLP: split_along([span(0, 16), span(16, 32)], 2)}, r"0\.x.*2"),
+    "beyond": ({roles.AFTER_MLP: split_along([span(0, 4), span(4, 9)], 0)}, r"0\.x.*d1"),
+    "device": ({roles.AFTER_MLP: on_device(5)}, r"0\.x.*5"),
+    "inside a head": ({roles.ATTENTION: split_along([span(0, 12), span(12, 32)], 1)}, r"0\.attention.*d0"),
+    "role": ({roles.BEFORE_MLP: on_device(0)}, "before_mlp"),
+}
+
+
+@pytest.mark.parametrize(("lines", "named"), WRONG.values(), ids=WRONG)
 def test_a_table_that_is_wrong_is_refused_with_tensor_and_device(lines, named):
     with pytest.raises(ValueError, match=named):
         lowered(lines)

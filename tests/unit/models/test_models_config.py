@@ -155,12 +155,6 @@ def test_the_preprocessors_scale_goes_into_mean_and_std(pre):
             assert (pixel / 255 - image.mean[channel]) / image.std[channel] == pytest.approx(value)
 
 
-def test_a_number_without_a_name_is_a_label_too():
-    labels = {"0": "a", "1": "b", "3": "d"}
-    assert spec_of(BERT, id2label=labels, **CLASSIFIER).head.labels == ("a", "b", "LABEL_2", "d")
-    assert spec_of(BERT, id2label=labels, num_labels=5, **CLASSIFIER).head.outputs == 5
-
-
 def test_sentence_transformers_directories():
     extras = {**SENTENCE, "sentence_bert_config.json": {}}
     head = spec_of(BERT, extras).head
@@ -449,6 +443,9 @@ def test_labels_and_activations():
     assert spec_of(bert).head.labels == ("LABEL_0", "LABEL_1")
     assert spec_of(bert, num_labels=3).head.outputs == 3
     assert spec_of(bert, id2label={0: "no", 1: "yes"}).head.labels == ("no", "yes")
+    some = {"0": "a", "1": "b", "3": "d"}  # a number without a name is a label too
+    assert spec_of(bert, id2label=some).head.labels == ("a", "b", "LABEL_2", "d")
+    assert spec_of(bert, id2label=some, num_labels=5).head.outputs == 5
     known = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
     assert {name: spec_of(BERT, hidden_act=name).activation for name in known} == known
     for architecture, activation in (("BertForMaskedLM", "relu"), ("RobertaForMaskedLM", "gelu")):

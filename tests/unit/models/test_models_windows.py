@@ -1,37 +1,15 @@
-"""Encoders whose tokens see a window: alone, packed and divided they are what plain NumPy computes."""
+"""Encoders whose tokens see a window: what their files say, and what devices ask each other for."""
 
-import numpy as np
-import pytest
-from sites import TOLERANCE, plan, request, tensors
-from together import run_programs
+from sites import plan, request
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.core.program import Recv
 from hepti_mqtt.strategies.plan_programs import device_programs
 
-LENGTHS = (127, 128, 129, 256)
-
 
 def spec_of(kind, **changes):
     return models.spec_from_config({**KINDS[kind].config, **changes}, {})
-
-
-@pytest.mark.parametrize(
-    ("kind", "window"), [("tiny-modernbert", {"local_attention": 128}), ("tiny-gemma3", {"sliding_window": 128})]
-)
-def test_lengths_around_the_window_alone_and_packed(kind, window):
-    spec = spec_of(kind, max_position_embeddings=300, num_hidden_layers=2, **window)
-    held = tensors(spec)
-    shape, inputs = request(spec, LENGTHS, "hidden")
-    for method, weights in ((("single", {}), (1.0,)), (("row", {"variant": "kv"}), (1.0, 2.0, 3.0))):
-        packed = run_programs(device_programs(spec, plan(spec, method, weights), shape), held, inputs)
-        for i, start in enumerate(shape.starts):
-            ids = inputs[start : start + LENGTHS[i]]
-            one, _ = shape.slice_items(i, i + 1)
-            alone = run_programs(device_programs(spec, plan(spec, method, weights), one), held, ids)
-            np.testing.assert_allclose(packed[start : start + LENGTHS[i]], alone, atol=TOLERANCE)
-            np.testing.assert_allclose(alone, models.reference(spec, held, ids, one)[0], atol=TOLERANCE)
 
 
 def test_a_device_asks_for_no_keys_beyond_its_window():

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import log
-from pathlib import Path
 from random import Random
 from statistics import median
 
 import numpy as np
 import pytest
+import questions
+from questions import bundled
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import settings
-from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, FrameCost
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
@@ -169,10 +167,9 @@ def test_a_standby_pays_where_its_load_costs_less_than_the_wait() -> None:
 # -- what a plan takes under other speeds -----------------------------------------------------------------------------
 
 
-def question(kind: str, site: str, tokens: int = 128) -> Question:
-    cluster = load_site(settings.find_bundled_site(Path(f"{site}.yaml")))
+def question(kind: str, site: str) -> Question:
     spec = spec_of_kind(kind)
-    return Question(TopicNames("home", "m"), spec, cluster, representative_shape(spec, tokens), PlanVersion(1, 1))
+    return questions.question(spec, bundled(site), representative_shape(spec, 128))
 
 
 def changed(cluster: Cluster, rng: Random) -> Cluster:

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from questions import cluster, device, question
 from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensors
-from test_planner_search import cluster, device
 from together import bound, run_together
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.core.errors import PlanError
-from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Question, decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import MARGIN
@@ -32,17 +30,19 @@ def question_for(**pins) -> Question:
     """Return a question about two devices on links so slow that narrow wire dtypes pay."""
     slow = cluster(device("d0", 20.0), device("d1", 20.0), mbit=1.0)
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ("d0", "d1")} | pins
-    return Question(TopicNames("home", "m"), SPEC, slow, representative_shape(SPEC, 16), PlanVersion(1, 1), **pins)
+    return question(SPEC, slow, representative_shape(SPEC, 16), **pins)
 
 
-def decided(errors=None, **pins):
-    measured = []
+def decided(errors=None, site=None, **pins):
+    """Return the plan within a budget, and the plans of which errors were measured."""
+    measured, query = [], question_for(**pins)
 
     def measure(plan):
         measured.append(plan)
         return wire_errors(SPEC, plan, TENSORS)
 
-    return decide_within_accuracy(question_for(**pins), {} if errors is None else errors, measure).chosen.plan, measured
+    query = query if site is None else replace(query, cluster=site)
+    return decide_within_accuracy(query, {} if errors is None else errors, measure).chosen.plan, measured
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,9 @@ def side_by_side(accuracy: float, *gflops: float):
     """Return the plan of two replicas on slow links, the errors by key, and the measured plans."""
     slow = cluster(*(device(f"d{i}", speed) for i, speed in enumerate(gflops)), mbit=1.0)
     pins = {"strategy": "replicas", "options": {"groups": "2"}, "devices": None, "objective": "throughput"}
-    errors, measured = {}, []
-
-    def measure(plan):
-        measured.append(plan)
-        return wire_errors(SPEC, plan, TENSORS)
-
-    question = replace(question_for(accuracy=accuracy, **pins), cluster=slow)
-    return decide_within_accuracy(question, errors, measure).chosen.plan, errors, measured
+    errors = {}
+    chosen, measured = decided(errors, slow, accuracy=accuracy, **pins)
+    return chosen, errors, measured
 
 
 def test_a_replica_of_two_devices_beside_a_faster_one_alone_is_measured():
@@ -149,10 +144,8 @@ def test_numbers_that_f16_cannot_say_leave_f32():
     huge["layers.1.value.bias"] = huge["layers.1.value.bias"] + np.float32(1e6)
     errors = wire_errors(SPEC, plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0)), huge)
     assert errors["f16"] == float("inf")
-    chosen = decide_within_accuracy(
-        question_for(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)
-    ).chosen.plan
-    assert chosen.wire == "f32"
+    decision = decide_within_accuracy(question_for(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge))
+    assert decision.chosen.plan.wire == "f32"
 
 
 def with_outliers(held):
@@ -193,7 +186,5 @@ def test_narrow_weights_that_move_answers_too_far_are_refused_unless_that_is_acc
     accepted = solve(asking, MeasuredErrors(SPEC, outliers, max_weight_error=1.0))
     assert accepted.decision is not None
     assert accepted.decision.chosen.plan.weight_error > MAX_WEIGHT_ERROR
-    assert (
-        solve(replace(asking, question=question_for()), MeasuredErrors(SPEC, {})).decision.chosen.plan.weight_error
-        is None
-    )
+    whole = solve(replace(asking, question=question_for()), MeasuredErrors(SPEC, {}))
+    assert whole.decision.chosen.plan.weight_error is None

@@ -6,14 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from swarm import profile_curve
+import questions
+from questions import cluster, device, meshed
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.core.errors import PlanError
-from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.core.storage import QUANTISED
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import quantised, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import EMBEDDING_TABLE, LOGITS_MATRIX
@@ -32,9 +30,8 @@ NAMES = ("a", "b", "c")
 
 
 def question(spec, room: float) -> Question:
-    profiles = {n: DeviceProfile(n, profile_curve(1e10), 1e9, 4e9, memory_bytes=room) for n in NAMES}
-    site = Cluster(profiles, {n: Link(1e-4, 1e8, 1e8) for n in NAMES}, endpoints=frozenset(NAMES))
-    return Question(TopicNames("home", "m"), spec, site, TokenBatch((1,), cache=256), PlanVersion(1, 1))
+    site = cluster(*(device(name, 10.0, room) for name in NAMES), mbit=800, latency_s=1e-4)
+    return questions.question(spec, meshed(site), TokenBatch((1,), cache=256))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,7 @@ def test_what_a_refusal_advises_helps(part: float, narrower: str) -> None:
     added = replace(query.cluster.devices["a"], name="d", memory_bytes=1.1 * int(more) * 2**20)
     links = {**query.cluster.links, "d": query.cluster.links["a"]}
     site = replace(query.cluster, devices={**query.cluster.devices, "d": added}, links=links)
-    assert decide(replace(query, cluster=replace(site, endpoints=frozenset(site.devices))))
+    assert decide(replace(query, cluster=meshed(site)))
 
 
 def test_the_least_memory_of_a_device_divides_the_table() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from swarm import profile_curve
+import questions
+from questions import bundled, cluster, device, meshed
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.config.settings import find_bundled_site
-from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import quantised
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.planner import Question, decide, price
+from hepti_mqtt.planner import decide, price
 from hepti_mqtt.strategies import STRATEGIES
 
 TINY = spec_of_kind("tiny-llama")
@@ -27,19 +22,8 @@ CONTEXT = 512
 
 
 def question(site, spec=SPEC):
-    return Question(
-        TopicNames("home", "m"), spec, site, TokenBatch((1,), cache=CONTEXT), PlanVersion(1, 1), strategy="decoder",
-        devices=tuple(site.devices),
-    )  # fmt: skip
-
-
-def site_of(gflops, mbit, memory_bytes):
-    profiles = {
-        f"d{i}": DeviceProfile(f"d{i}", profile_curve(g * 1e9), 2e9, 4e9, memory_bytes=memory_bytes)
-        for i, g in enumerate(gflops)
-    }
-    links = {name: Link(0.1e-3, mbit * 125e3, mbit * 125e3) for name in profiles}
-    return Cluster(profiles, links, endpoints=frozenset(profiles))
+    step = TokenBatch((1,), cache=CONTEXT)
+    return questions.question(spec, site, step, strategy="decoder", devices=tuple(site.devices))
 
 
 def seconds(query, plan, rows):
@@ -61,7 +45,8 @@ def ways(plan):
     ],
 )
 def test_runs_of_any_size_are_in_the_layout_that_is_fastest(gflops, mbit, memory, last):
-    query = question(site_of(gflops, mbit, memory))
+    devices = (replace(device(f"d{i}", g, memory), attention_flops_per_s=2e9) for i, g in enumerate(gflops))
+    query = question(meshed(cluster(*devices, mbit=mbit, latency_s=0.1e-3)))
     chosen = decide(query).chosen
     plan, able = chosen.plan, LAYOUTS[: LAYOUTS.index(last) + 1]
     assert list(plan.layouts)[-1] == last
@@ -81,9 +66,8 @@ LLAMA = replace(
 
 
 def test_four_boards_read_a_prompt_by_rows_three_times_as_fast_as_one():
-    query = question(load_site(find_bundled_site(Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4"))
-    decision = decide(query)
-    plan = decision.chosen.plan
+    query = question(bundled("four-pi4"), quantised(LLAMA, "q4"))
+    plan = decide(query).chosen.plan
     alone = replace(plan, strategy="single", devices=(plan.root,), shares={}, ranges={}, layouts={})
     gains = {k: seconds(query, alone, 128) / seconds(query, way, 128) for k, way in ways(plan).items()}
     many = replace(query, shape=TokenBatch((128,), cache=CONTEXT))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import questions
+from questions import bundled
 from sites import FAMILIES
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.errors import ConfigError, PlanError
-from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import TopicNames, simulate
+from hepti_mqtt.cost.simulator import simulate
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
-from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.planner import decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.strategies.plan_programs import device_programs
@@ -34,7 +32,7 @@ def question(speeds, rooms=None, spec=SPEC, **pins):
         for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
     }
     cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
-    return Question(TopicNames("home", "m"), spec, cluster, TokenBatch((20,)), PlanVersion(1, 1), in_flight=2, **pins)
+    return questions.question(spec, cluster, 20, in_flight=2, **pins)
 
 
 def per_s(speed):
@@ -156,12 +154,12 @@ def test_a_decision_has_the_simulation_of_the_very_plan_that_it_found(pins):
         assert decision.simulation_of(run) == (wanted.shape, alone)
 
 
-MIXED = Path(__file__).parents[3] / "configs" / "sites" / "mixed-four.yaml"
+MIXED = bundled("mixed-four")
 
 
-def question_of(kind, cluster, **pins):
+def question_of(kind, cluster=MIXED, **pins):
     spec = spec_of_kind(kind)
-    return Question(TopicNames("home", "m"), spec, cluster, largest_shape(spec), PlanVersion(1, 1), **pins)
+    return questions.question(spec, cluster, largest_shape(spec), **pins)
 
 
 def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
@@ -178,7 +176,7 @@ def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "gain"), [("vgg16", 1.2), ("resnet50", 1.1)])
 def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, gain):
-    decision = decide(question_of(kind, load_site(MIXED), route="mesh"))
+    decision = decide(question_of(kind, route="mesh"))
     alone = next(c for c in decision.ranking if len(c.plan.devices) == 1)
     assert decision.chosen.price.seconds * gain <= alone.price.seconds
     published = [c for c in decision.ranking if c.plan.strategy in ("fused_tiles", "modnn", "coedge", "edgeflow")]
@@ -189,8 +187,7 @@ def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, ga
 def test_the_fastest_device_has_its_neighbours_on_both_sides():
     assert [as_chain("abcde"[:n]) for n in (1, 2, 3, 4, 5)] == [tuple(x) for x in ("a", "ba", "bac", "dbac", "dbace")]
     named = ("hub", "pi1", "pi2", "zero")
-    query = question_of("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=named)
-    plan = decide(query).chosen.plan
+    plan = decide(question_of("tiny-vgg", strategy="map_rows", options={"cut": "none"}, devices=named)).chosen.plan
     assert plan.root in plan.devices[1:-1]
 
 
@@ -223,13 +220,13 @@ def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
 
 def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
     """A device checks that what a plan says of shares is no number without end."""
-    chosen = decide(question_of("tiny-vgg", load_site(MIXED), strategy="modnn")).chosen
+    chosen = decide(question_of("tiny-vgg", strategy="modnn")).chosen
     assert sum(chosen.plan.shares["speeds"]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("rate", "gain"), [(940, 1.4), (100, 1.3)])
 def test_rows_behind_one_devices_attention_gain_on_a_mixed_site(rate: float, gain: float) -> None:
-    site, each = load_site(settings.find_bundled_site(Path("mixed-four-roomy"))), rate * 1e6 / 8
+    site, each = bundled("mixed-four-roomy"), rate * 1e6 / 8
     links = {n: replace(link, up_bytes_per_s=each, down_bytes_per_s=each) for n, link in site.links.items()}
     query = question_of("bert-large", replace(site, links=links, broker_bytes_per_s=each, peer_links={}), wire="f16")
     query = replace(query, shape=representative_shape(query.spec, 128))
@@ -252,4 +249,4 @@ def test_rows_behind_one_devices_attention_gain_on_a_mixed_site(rate: float, gai
 )
 def test_what_a_cnn_cannot_have_is_refused(kind, pins):
     with pytest.raises(ConfigError):
-        decide(question_of(kind, load_site(MIXED), **pins))
+        decide(question_of(kind, **pins))

@@ -5,26 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
-from pathlib import Path
 from random import Random
 
 import pytest
+from questions import bundled, cluster, device, meshed, question
 from sites import FAMILIES
-from swarm import profile_curve
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config import settings
-from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.core.errors import ConfigError, PacketLimitError, PlanError
-from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weights_bytes
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import largest_shape, representative_shape
-from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
 from hepti_mqtt.planner.candidates import candidate_routes, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
@@ -35,37 +28,10 @@ from hepti_mqtt.service.solver import solve
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_program, resident_weights
 
-BASE = ModelSpec(
-    "bert",
-    "BertModel",
-    12,
-    768,
-    12,
-    3072,
-    norm_first=False,
-    activation="gelu",
-    norm_eps=1e-12,
-    max_tokens=512,
-    head=TaskHead("embedding", "mean"),
-    text=TextStem(30522, 512, 2),
-)
-
+BASE = replace(spec_of_kind("bert-base"), head=TaskHead("embedding", "mean"))
 
 # Of searches as long as these others measure the coverage: tracing makes them take three times as long.
 no_cover = pytest.mark.no_cover
-
-
-def device(name: str, gflops: float, memory: float = 8e9) -> DeviceProfile:
-    return DeviceProfile(name, profile_curve(gflops * 1e9), gflops * 1e8, 4e9, memory_bytes=memory)
-
-
-def cluster(*devices: DeviceProfile, mbit: float = 940.0) -> Cluster:
-    rate = mbit * 1e6 / 8
-    return Cluster({d.name: d for d in devices}, {d.name: Link(0.2e-3, rate, rate) for d in devices})
-
-
-def question(spec: ModelSpec, site: Cluster, tokens: int = 128, **pins) -> Question:
-    return Question(TopicNames("home", "m"), spec, site, TokenBatch((tokens,)), PlanVersion(1, 1), **pins)
 
 
 def four_pis(mbit: float, memory: float = 8e9, count: int = 4) -> Cluster:
@@ -193,13 +159,8 @@ SMALL = FAMILIES["bert-embedding"]
 
 
 def mesh_question(gflops: list[float], mbit: float, endpoints: bool, latency_s: float = 0.2e-3) -> Question:
-    devices = {
-        f"d{i}": DeviceProfile(f"d{i}", profile_curve(g * 1e9), g * 1e8, 4e9, memory_bytes=8e9)
-        for i, g in enumerate(gflops)
-    }
-    links = {name: Link(latency_s, mbit * 125e3, mbit * 125e3) for name in devices}
-    site = Cluster(devices, links, endpoints=frozenset(devices) if endpoints else frozenset())
-    return Question(TopicNames("home", "m"), SMALL, site, largest_shape(SMALL), PlanVersion(1, 1))
+    site = cluster(*(device(f"d{i}", g) for i, g in enumerate(gflops)), mbit=mbit, latency_s=latency_s)
+    return question(SMALL, meshed(site) if endpoints else site, largest_shape(SMALL))
 
 
 def both(query: Question) -> tuple[Decision, Decision]:
@@ -216,7 +177,7 @@ def site_of(seed: int) -> Question:
     return mesh_question(speeds, 10 ** rng.uniform(1, 3), rng.random() < 0.7, 10 ** rng.uniform(-4, -3))
 
 
-@pytest.mark.no_cover
+@no_cover
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 20))])
 def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
     whole, quick = both(site_of(seed))
@@ -273,7 +234,7 @@ def test_devices_with_good_links_are_tried_without_faster_ones_with_bad_links():
     names = ("fast0", "fast1", *NAMES)
     pis = (device(name, 0.02 - 1e-4 * i) for i, name in enumerate(NAMES))
     site = slow_links(cluster(device("fast0", 0.03), device("fast1", 0.029), *pis), "fast0", "fast1")
-    query = question(SMALL, site, tokens=20, strategy="row", options={"variant": "kv"})
+    query = question(SMALL, site, 20, strategy="row", options={"variant": "kv"})
     sets = list(subsets(query, names, pinned=False))
     assert {NAMES[:2], NAMES[:3], NAMES} <= set(sets)
     assert set(decide(query).chosen.plan.devices) == set(NAMES)
@@ -293,11 +254,7 @@ def test_of_many_devices_few_sets_are_tried(count, most):
         assert len(large) <= 2 * len({len(some) for some in large})
 
 
-def meshed(site: Cluster) -> Cluster:
-    return replace(site, endpoints=frozenset(site.devices))
-
-
-@pytest.mark.no_cover  # the search is measured elsewhere
+@no_cover
 def test_mesh_makes_splitting_worth_it_on_a_network_on_which_a_broker_does_not():
     assert decide(question(BASE, four_pis(50))).chosen.plan.strategy == "single"
     decision = decide(question(BASE, meshed(four_pis(50))))
@@ -357,7 +314,7 @@ def test_a_slow_pair_is_seen_in_the_price():
 
 def test_what_the_broker_does_not_carry_does_not_meet_its_packet_limit():
     """With f32 rows of 512 tokens a broker of small packets lets no exchange through, and mesh every one."""
-    query = question(BASE, meshed(four_pis(940)), strategy="row", devices=NAMES, tokens=512)
+    query = question(BASE, meshed(four_pis(940)), 512, strategy="row", devices=NAMES)
     plan = decide(query).chosen.plan
     by_broker = plan_packet(query, with_route(query, plan, "broker"))
     assert plan_packet(query, plan) < by_broker
@@ -366,23 +323,17 @@ def test_what_the_broker_does_not_carry_does_not_meet_its_packet_limit():
 
 
 SHALLOW = replace(spec_of_kind("bert-base"), layers=4)
-FOUR = load_site(settings.find_bundled_site(Path("four-pi4")))
+FOUR = bundled("four-pi4")
 ALL = tuple(FOUR.devices)
 
 
 def question_of_four(*names: str, mbit: float | None = None, memory_bytes: float | None = None, **pins) -> Question:
-    devices = {n: FOUR.devices[n] for n in names}
-    if memory_bytes is not None:
-        devices = {n: replace(profile, memory_bytes=memory_bytes) for n, profile in devices.items()}
-    links = FOUR.links
-    if mbit is not None:
-        links = {
-            n: replace(link, up_bytes_per_s=mbit * 125e3, down_bytes_per_s=mbit * 125e3) for n, link in links.items()
-        }
-    cluster = replace(FOUR, devices=devices, links=links)
-    return Question(
-        TopicNames("home", "m"), SHALLOW, cluster, representative_shape(SHALLOW, 128), PlanVersion(1, 1), **pins
-    )
+    room = {} if memory_bytes is None else {"memory_bytes": memory_bytes}
+    rate = {} if mbit is None else {"up_bytes_per_s": mbit * 125e3, "down_bytes_per_s": mbit * 125e3}
+    devices = {n: replace(FOUR.devices[n], **room) for n in names}
+    links = {n: replace(link, **rate) for n, link in FOUR.links.items()}
+    site = replace(FOUR, devices=devices, links=links)
+    return question(SHALLOW, site, representative_shape(SHALLOW, 128), **pins)
 
 
 def planned(strategy: str, **options: str):

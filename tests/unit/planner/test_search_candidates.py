@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_planner_search import SMALL, cluster, device, meshed, question
+from questions import cluster, device, meshed, question
+from sites import FAMILIES
 
 from hepti_mqtt.core.errors import PlanError
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.profiles import Cluster, Link
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.planner import Candidate, Question, decide
 from hepti_mqtt.planner.candidates import THOROUGH
 from hepti_mqtt.planner.price import Budget, memory_needs
@@ -17,6 +18,7 @@ from hepti_mqtt.planner.refine import whole_bytes
 from hepti_mqtt.planner.search import Search
 from hepti_mqtt.strategies.plan_programs import resident_weights
 
+SMALL = FAMILIES["bert-embedding"]
 ALL = ("pi0", "pi1", "pi2", "pi3")
 SPEED = 0.02  # GFLOP/s: to these devices the small model is a large one
 
@@ -26,7 +28,7 @@ def boards(*names: str, speed: float = SPEED, memory: float = 8e9) -> Cluster:
 
 
 def question_on(site: Cluster, **more) -> Question:
-    return question(SMALL, site, tokens=40, is_exhaustive=False, **more)
+    return question(SMALL, site, 40, is_exhaustive=False, **more)
 
 
 def with_slowdowns(site: Cluster, **slowdowns: float) -> Cluster:
@@ -82,11 +84,8 @@ def test_other_devices_stand_by_kind_and_then_by_name_whatever_the_noise():
     def plans(**slowdowns: float) -> set[tuple[tuple[str, ...], str]]:
         site = with_slowdowns(meshed(cluster(device("pc", 3 * SPEED), *(device(n, SPEED) for n in ALL))), **slowdowns)
         pins = {"strategy": "row", "options": {"variant": "kv"}}
-        return {
-            (c.plan.devices, c.plan.root)
-            for c in Search(question_on(site, **pins)).candidates()
-            if len(c.plan.devices) == 5
-        }
+        chosen = (c.plan for c in Search(question_on(site, **pins)).candidates())
+        return {(plan.devices, plan.root) for plan in chosen if len(plan.devices) == 5}
 
     expected = {(("pc", *ALL), "pc")}
     assert plans() == plans(pi3=0.98, pi1=1.02) == plans(pi2=0.97) == expected
@@ -113,9 +112,8 @@ def test_plans_left_and_devices_left_stand_where_their_weights_are():
     plans = standing(question_on(boards(), active=active, residents=(three,)))
     assert any(c.plan.devices == three.devices and c.plan.shares == three.shares for c in plans)
     slow = with_slowdowns(boards(), pi3=50.0)
-    assert ALL[:3] in {c.plan.devices for c in standing(question_on(slow, active=active))}, (
-        "every device has all weights"
-    )
+    left = {c.plan.devices for c in standing(question_on(slow, active=active))}
+    assert ALL[:3] in left, "every device has all weights"
 
 
 def test_a_budget_ends_a_search_and_more_of_it_finds_no_worse():
@@ -162,10 +160,9 @@ def test_a_plan_that_the_question_forbids_does_not_stand():
 
 def test_larger_sets_are_looked_at_while_they_gain():
     """Few sets of many devices are priced: each further device costs the others frames."""
-    devices = {f"d{i:02}": device(f"d{i:02}", 0.2) for i in range(32)}
-    site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 3e7, 3e7)), endpoints=frozenset(devices))
+    site = meshed(cluster(*(device(f"d{i:02}", 0.2) for i in range(32)), mbit=240))
     pins = {"strategy": "row", "options": {"variant": "kv"}, "is_exhaustive": False}
-    wanted, pauses = counted(question(SMALL, site, tokens=20, **pins), float("inf"))
+    wanted, pauses = counted(question(SMALL, site, 20, **pins), float("inf"))
     chosen = decide(wanted).chosen
     assert 1 < len(chosen.plan.devices) < 32
     assert pauses[0] < 1200
@@ -173,8 +170,7 @@ def test_larger_sets_are_looked_at_while_they_gain():
 
 def test_memory_of_many_devices_with_plenty_is_worked_out_for_the_plan_that_is_chosen():
     """Of other plans a bound is enough; where memory is short, each is worked out."""
-    devices = {f"d{i:02}": device(f"d{i:02}", SPEED / 10) for i in range(12)}
-    site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 1e8, 1e8)), endpoints=frozenset(devices))
+    site = meshed(cluster(*(device(f"d{i:02}", SPEED / 10) for i in range(12)), mbit=800))
     wanted = question_on(site, strategy="row", options={"variant": "kv"})
     decision = decide(wanted)
     large = [c for c in decision.ranking if len(c.plan.devices) > THOROUGH]
@@ -183,5 +179,5 @@ def test_memory_of_many_devices_with_plenty_is_worked_out_for_the_plan_that_is_c
     assert decision.chosen.price.needs == exact.needs
     bound = memory_needs(wanted, chosen.plan).needs
     assert all(exact.needs[d] < n for d, n in bound.items())
-    short = {d: replace(p, memory_bytes=1.5 * bound[d]) for d, p in devices.items()}
+    short = {d: replace(p, memory_bytes=1.5 * bound[d]) for d, p in site.devices.items()}
     assert memory_needs(replace(wanted, cluster=replace(site, devices=short)), chosen.plan) == exact

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_builder import validate
-from sites import FAMILIES, METHODS, TOLERANCE, always, plan, request, sent_bytes, tensors
+from sites import FAMILIES, METHODS, TOLERANCE, always, method_id, plan, request, sent_bytes, tensors
 from swarm import Swarm, plan_of
 from together import bound, run_programs, run_together
 
@@ -35,7 +35,7 @@ SITES = {
     "five, more than heads": (3.0, 1.0, 1.0, 2.0, 0.1),
     "more devices than rows of the shortest": (1.0,) * 7,
 }
-NAMES = ["-".join([name, *options.values()]) for name, options in METHODS]
+NAMES = [*map(method_id, METHODS)]
 BATCHES = {"one": (13,), "ragged": (5, 7, 3), "single token": (1,), "cut between sequences": (6, 6)}
 
 
@@ -135,7 +135,7 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
     assert outputs[0][2] == chosen.root
 
 
-@pytest.mark.parametrize("method", methods_for(5), ids=lambda m: "-".join([m[0], *m[1].values()]))
+@pytest.mark.parametrize("method", methods_for(5), ids=method_id)
 def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method):
     spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
     chosen = plan(spec, method, (0.4, 9.0, 0.0, 2.0, 3.0), head=2)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generated import begin, finish, greedy, site
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sites import always, plan, tensors
-from swarm import Swarm
-from test_strategies_generation import greedy
 from together import run_programs
 
 from hepti_mqtt import models
@@ -19,13 +18,10 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.storage import STORAGES, StoredRows
 from hepti_mqtt.models import tensors as names
-from hepti_mqtt.models.generation import LIKELIEST
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
-from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS
 from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights, root_begins
 
@@ -108,18 +104,13 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
     spec = spec_of_kind(kind)
     divided_plan = divided(spec, plan(spec, ("decoder", {}), weights), weights)
     divided_plan = replace(divided_plan, layouts={"block": 2})
-    devices = dict.fromkeys(divided_plan.devices, (1e9, 1 << 30))
-    swarm = Swarm(
-        spec, tensors(spec), devices, decider=always(divided_plan), batching=Batching(), in_flight=3, duplicates=0.2,
-        jitter_s=0.01,
-    )  # fmt: skip
+    network = {"batching": Batching(), "in_flight": 3, "duplicates": 0.2}
+    swarm = site(spec, "decoder", weights, decider=always(divided_plan), **network)
     prompts = [(5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2), (3,), tuple(range(20, 57))]
     for name, prompt in enumerate(prompts):
-        shape, inputs = models.single_sequence(spec, np.array(prompt, np.int32), "candidates", len(prompt) + 12)
-        generation = Generation(prompt, 12, shape, LIKELIEST, guesses=Guesses(), vocab=spec.head.outputs)
-        swarm.begin(name, Batch(shape, inputs), generation)
-    swarm.run(300, until=lambda: len(swarm.answers) + len(swarm.errors) == len(prompts))
-    assert not swarm.errors
+        begin(swarm, name, prompt, 12, want="candidates", guesses=Guesses())
+    finish(swarm, *range(len(prompts)))
+    shape, _ = models.single_sequence(spec, np.array(prompts[-1], np.int32), "candidates", 50)
     assert not root_begins(spec, divided_plan, shape), "each device reads the tokens"
     for name, prompt in enumerate(prompts):
         assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12, spec)[0]

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from generated import generation, greedy
 from sites import always, plan, tensors
 from swarm import MODEL, Swarm
-from test_strategies_generation import greedy
 
-from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.interface import Publish, RequestArrived, RequestCancelled
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
@@ -26,13 +24,6 @@ from hepti_mqtt.runtime.worker.executor import Step
 SPEC = spec_of_kind("tiny-qwen3-text")
 PROMPT = (5, 9, 2, 7, 5)
 MOST = 24
-
-
-def wanted(
-    rules: TokenRules = LIKELIEST, want: str = "candidates", prompt: Sequence[int] = PROMPT, most: int = MOST
-) -> tuple[Generation, np.ndarray]:
-    shape, inputs = models.single_sequence(SPEC, np.array(prompt, np.int32), tokens=len(prompt) + most)
-    return Generation(tuple(prompt), most, shape.with_want(want), rules, vocab=SPEC.head.outputs), inputs
 
 
 class Watched(Swarm):
@@ -69,19 +60,11 @@ class Watched(Swarm):
         copied = publish._replace(payload=publish.joined_payload, body=memoryview(b""))  # the next op changes the body
         self.after(self.root_s, lambda: Swarm._host_publish(self, name, copied))
 
-    def write(
-        self,
-        name: str,
-        rules: TokenRules = LIKELIEST,
-        want: str = "candidates",
-        prompt: Sequence[int] = PROMPT,
-        most: int = MOST,
-        reported: bool = True,
-    ) -> None:
-        generation, inputs = wanted(rules, want, prompt, most)
-        key = RequestKey(MODEL, "user", name)
-        first = Batch(generation.shape, inputs)
-        request = Request(key, (first,), name, None, generation=generation, wants_report=reported)
+    def write(self, name, rules=LIKELIEST, want="candidates", prompt=PROMPT, most=MOST, reported=True) -> None:
+        wanted, first = generation(SPEC, prompt, most, rules, want)
+        request = Request(
+            RequestKey(MODEL, "user", name), (first,), name, None, generation=wanted, wants_report=reported
+        )
         self.tell_planner(RequestArrived(request))
 
     def finish(self, *names: str) -> list[list[int]]:
@@ -200,9 +183,9 @@ def test_a_run_that_follows_none_that_is_known_is_refused():
     swarm.finish("a")
     host = swarm.hosts["d0"]
     (resident,) = host.session.plans.residents()
-    generation, _ = wanted()
-    generation.session.rows = len(PROMPT) - 1
-    part, session, draw = generation.following_step(0)
+    wanted, _ = generation(SPEC, PROMPT, MOST, want="candidates")
+    wanted.session.rows = len(PROMPT) - 1
+    part, session, draw = wanted.following_step(0)
     follows = frames.Followed(998, (draw,))
     payload = frames.encode_work(
         MODEL, resident.plan.version, 999, part.shape, part.inputs, (session,), resident.frame_key, follows=follows

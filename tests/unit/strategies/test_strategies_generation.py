@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from generated import finish, greedy, site
 from sites import TOLERANCE, always, everyone, plan, tensors
 from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.memory import session_rows
+from hepti_mqtt.cost.memory import max_live_bytes, scratch_bytes, session_rows
 from hepti_mqtt.models import with_cache
-from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
@@ -24,7 +23,6 @@ from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, lowered_for_longest
 
 SPEC = spec_of_kind("tiny-gpt2")
-PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 8).astype(np.int32)
 MOST = 10
 SITES = {
     "single": ("single", (1.0,)),
@@ -37,29 +35,11 @@ SITES = {
 }
 
 
-def greedy(
-    prompt: Sequence[int] | np.ndarray, most: int, spec: Any = SPEC, rules: TokenRules = LIKELIEST
-) -> tuple[list[int], list[np.ndarray]]:
-    """Return the tokens and the logits of each step by whole passes of the reference."""
-    tokens: list[int] = []
-    logits = []
-    while len(tokens) < most and not rules.ends(tokens):
-        shape, inputs = models.single_sequence(spec, np.array([*prompt, *tokens], np.int32))
-        logits.append(models.reference(spec, tensors(spec), inputs, shape)[1])
-        tokens.append(rules.choose(logits[-1], tokens, rules.temperatures[0])[0])
-    return tokens, logits
+def random_prompt(seed: int, length: int, spec: Any = SPEC) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, spec.text.vocab, length).astype(np.int32)
 
 
-def site(method: str, weights: tuple[float, ...], spec: Any = SPEC, **network: object) -> Swarm:
-    devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
-    return Swarm(spec, tensors(spec), devices, decider=always(plan(spec, (method, {}), weights)), **network)
-
-
-def finish(swarm: Swarm, *names: str) -> None:
-    swarm.run(120, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
-    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
-
-
+PROMPT, BEGINNING = random_prompt(3, 8), random_prompt(9, 40)
 CASES = [
     *(("tiny-gpt2", name) for name in SITES),
     *(("tiny-llama", name) for name in ("single", "two uneven", "three")),
@@ -77,7 +57,7 @@ CASES = [
 def test_ten_tokens_equal_those_of_whole_passes(kind, name):
     spec = spec_of_kind(kind)
     expected, logits = greedy(PROMPT, MOST, spec)
-    swarm = site(*SITES[name], spec, duplicates=0.2, jitter_s=0.01)
+    swarm = site(spec, *SITES[name], duplicates=0.2)
     swarm.generate("r", spec, PROMPT, MOST)
     finish(swarm, "r")
     assert swarm.tokens["r"] == list(enumerate(expected))
@@ -100,37 +80,27 @@ SHARED = [
 
 @pytest.mark.parametrize(("count", "heads"), SHARED)
 def test_heads_that_share_keys_and_values_are_divided_over_devices_that_each_keep_these(count, heads):
-    spec = with_shared_heads(count)
+    spec = replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
     d, by = spec.head_dim, count // 2
     ranges = tuple(pairwise(accumulate((n * d for n in heads), initial=0)))
     divided = plan(spec, ("decoder", {}), [1.0] * len(heads))
-    swarm = site("decoder", (1.0,) * len(heads), spec, jitter_s=0.01)
-    swarm.decider = always(replace(divided, ranges={**divided.ranges, "heads": ranges}))
+    decider = always(replace(divided, ranges={**divided.ranges, "heads": ranges}))
+    swarm = site(spec, "decoder", (1.0,) * len(heads), decider=decider)
     swarm.generate("r", spec, PROMPT, 4)
     finish(swarm, "r")
     assert swarm.answers["r"][0][0].tolist() == greedy(PROMPT, 4, spec)[0]
-    for (first, stop), program in zip(ranges, programs(swarm, spec), strict=True):
+    programs = device_programs(spec, plan_of(swarm), TokenBatch((1,), cache=64)).values()
+    for (first, stop), program in zip(ranges, programs, strict=True):
         kept = len({head // by for head in range(first // d, stop // d)})
         widths = {array.shape[1] for array in program.session_arrays().values()}
         assert widths == ({2 * kept * d} if kept else set()), "each of its heads of keys and values once"
 
 
-def with_shared_heads(count: int) -> Any:
-    """Return a spec with this number of heads of queries and two of keys and values."""
-    return replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
-
-
-def programs(swarm: Swarm, spec: Any) -> list[Any]:
-    """Return the Programs of a step by device."""
-    return list(device_programs(spec, plan_of(swarm), TokenBatch((1,), cache=64)).values())
-
-
 @pytest.mark.parametrize("name", ["single", "three"])
 def test_keys_and_values_in_f16_give_nearly_the_same_logits(name):
-    spec = spec_of_kind("tiny-llama")
-    expected, logits = greedy(PROMPT, 4, spec)
-    swarm = site(*SITES[name], with_cache(spec, "f16"))
-    swarm.generate("r", with_cache(spec, "f16"), PROMPT, 4)
+    expected, logits = greedy(PROMPT, 4, LLAMA)
+    swarm = site(with_cache(LLAMA, "f16"), *SITES[name])
+    swarm.generate("r", swarm.spec, PROMPT, 4)
     finish(swarm, "r")
     assert [token for _, token in swarm.tokens["r"]] == expected
     wrong = max(np.abs(got - want).max() for got, want in zip(swarm.logits.values(), logits, strict=True))
@@ -141,10 +111,10 @@ def test_keys_and_values_in_f16_give_nearly_the_same_logits(name):
 def test_a_prompt_of_any_length_is_computed_in_runs_of_few_sizes(kind, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
     spec = spec_of_kind(kind)
-    swarm = site("decoder", (1.0, 2.0), spec, duplicates=0.2, jitter_s=0.01)
+    swarm = site(spec, "decoder", (1.0, 2.0), duplicates=0.2)
     sizes = set()
     for length in (3, 5, 16, 37):
-        prompt = np.random.default_rng(length).integers(0, spec.text.vocab, length).astype(np.int32)
+        prompt = random_prompt(length, length, spec)
         swarm.generate(length, spec, prompt, 2)
         finish(swarm, length)
         (answer, stats), *_ = swarm.answers[length]
@@ -156,17 +126,13 @@ def test_a_prompt_of_any_length_is_computed_in_runs_of_few_sizes(kind, monkeypat
 
 def test_the_states_of_a_long_text_are_those_of_one_run(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
-    swarm = site("decoder", (1.0, 1.0))
-    prompt = np.random.default_rng(1).integers(0, SPEC.text.vocab, 43).astype(np.int32)
+    swarm, prompt = site(SPEC, "decoder", (1.0, 1.0)), random_prompt(1, 43)
     shape, inputs = models.single_sequence(SPEC, prompt, "hidden")
     swarm.begin("r", Batch(shape, inputs), Generation(tuple(prompt.tolist()), 0, shape))
     finish(swarm, "r")
     (hidden, stats), *_ = swarm.answers["r"]
     np.testing.assert_allclose(hidden, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
     assert [s.shape.tokens for s in stats] == [16, 16, 16]
-
-
-BEGINNING = np.random.default_rng(9).integers(0, SPEC.text.vocab, 40).astype(np.int32)
 
 
 def rows_of(swarm: Swarm, name: str) -> int:
@@ -179,12 +145,12 @@ def ask(swarm: Swarm, name: str, *ending: int, most: int = 4) -> list[int]:
     """Submit a text with the common beginning and some ids; return the tokens of whole passes."""
     prompt = np.array([*BEGINNING, *ending], np.int32)
     swarm.generate(name, SPEC, prompt, most)
-    return greedy(prompt, most)[0]
+    return greedy(prompt, most, SPEC)[0]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "one session", "a device"])
 def test_a_text_that_begins_alike_computes_the_rest(lost):
-    swarm = site("decoder", (1.0, 2.0), duplicates=0.2, jitter_s=0.01)
+    swarm = site(SPEC, "decoder", (1.0, 2.0), duplicates=0.2)
     texts = {"first": ask(swarm, "first", 1, 2, 3)}
     finish(swarm, "first")
     assert rows_of(swarm, "first") >= 43 + 3
@@ -215,11 +181,11 @@ def little_room(monkeypatch):
 
 @pytest.mark.usefixtures("little_room")
 def test_sessions_wait_for_room_and_those_of_ended_requests_make_it():
-    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
+    swarm = site(SPEC, "decoder", (1.0, 2.0))
     room_rows = session_rows(SPEC, 2)
-    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 20 * n) for n in range(4)}
+    prompts = {f"r{n}": random_prompt(n, 3 + 20 * n) for n in range(4)}
     for name, prompt in prompts.items():
-        swarm.generate(name, SPEC, prompt.astype(np.int32), 20)
+        swarm.generate(name, SPEC, prompt, 20)
     while not prompts.keys() <= swarm.answers.keys():
         before = swarm.now
         swarm.run(1, until=lambda: bool(swarm.errors))
@@ -228,7 +194,7 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it():
         for host in swarm.hosts.values():
             assert host.session.runs.sessions.rows <= room_rows
     for name, prompt in prompts.items():
-        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20)[0]
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20, SPEC)[0]
     swarm.run(1)
     assert {len(host.session.runs.sessions) for host in swarm.hosts.values()} == {1}
 
@@ -237,15 +203,15 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it():
 def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.shapes.CACHE_ROWS", 8)
     monkeypatch.setattr("hepti_mqtt.runtime.coordinator.kv_caches.ROWS_AHEAD", 4)
-    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
-    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 4).astype(np.int32) for n in range(4)}
+    swarm = site(SPEC, "decoder", (1.0, 2.0))
+    prompts = {f"r{n}": random_prompt(n, 4) for n in range(4)}
     for name, prompt in prompts.items():
         swarm.generate(name, SPEC, prompt, 50, name)
     swarm.run(60, until=lambda: len(swarm.tokens) == 4)
     assert not swarm.answers, "all of them begin"
     finish(swarm, *prompts)
     for name, prompt in prompts.items():
-        assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50)[0]))
+        assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50, SPEC)[0]))
     runs = {name: len(swarm.answers[name][0][1]) for name in prompts}
     assert runs["r0"] == 50 < max(runs.values()), "the earliest text was never cancelled"
 
@@ -254,14 +220,13 @@ def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch
 def test_a_lost_device_costs_no_token_and_repeats_none(length, runs, monkeypatch):
     """Within a text, within a long prompt, or behind it."""
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 8)
-    devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
-    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=everyone(("decoder", {})), jitter_s=0.01)
-    prompt = np.random.default_rng(5).integers(0, SPEC.text.vocab, length).astype(np.int32)
+    swarm = site(SPEC, "decoder", (1.0, 1.0, 1.0), decider=everyone(("decoder", {})))
+    prompt = random_prompt(5, length)
     swarm.generate("r", SPEC, prompt, MOST)
     swarm.run(60, until=lambda: len(swarm.logits) > runs)
     swarm.kill("d1")
     finish(swarm, "r")
-    expected, _ = greedy(prompt, MOST)
+    expected, _ = greedy(prompt, MOST, SPEC)
     assert swarm.tokens["r"] == list(enumerate(expected))
     (answer, stats), *more = swarm.answers["r"]
     assert answer.tolist() == expected
@@ -271,12 +236,12 @@ def test_a_lost_device_costs_no_token_and_repeats_none(length, runs, monkeypatch
 
 
 def test_a_lost_exchange_begins_a_new_session():
-    swarm = site("decoder", (1.0, 1.0))
+    swarm = site(SPEC, "decoder", (1.0, 1.0))
     lost = iter([False] * 30 + [True] + [False] * 10_000)
     swarm.lost_filter = lambda topic, target: "/x/" in topic and target == "d1" and next(lost)
     swarm.generate("r", SPEC, PROMPT, MOST)
     finish(swarm, "r")
-    assert swarm.tokens["r"] == list(enumerate(greedy(PROMPT, MOST)[0]))
+    assert swarm.tokens["r"] == list(enumerate(greedy(PROMPT, MOST, SPEC)[0]))
     assert any("overdue" in n.text for n in swarm.notes)
 
 
@@ -296,8 +261,6 @@ def test_methods_that_keep_no_cache_say_so(name):
 
 @pytest.mark.parametrize(("kind", "kept", "nbytes"), [("gpt2", "f32", 4), ("llama", "f32", 4), ("llama", "f16", 2)])
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kept, nbytes):
-    from hepti_mqtt.cost.memory import max_live_bytes, scratch_bytes
-
     spec = with_cache(spec_of_kind(f"tiny-{kind}"), kept)
     chosen = plan(spec, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))

@@ -6,46 +6,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sites import always, plan, tensors
-from swarm import Swarm
+from generated import begin, finish, site
+from questions import question
+from sites import plan
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, rows_factor
-from hepti_mqtt.core.spec import Want
 from hepti_mqtt.core.storage import Product
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
-from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.planner import Question, run_seconds, simulate_plan
-from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.planner import run_seconds, simulate_plan
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
-from hepti_mqtt.runtime.coordinator.texts import Generation
 
 SPEC = spec_of_kind("tiny-llama")
 BEGINNING = (5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2)
 MOST = 40
 
 
-def written(
-    rules: TokenRules = LIKELIEST,
-    guesses: Guesses | None = None,
-    lost_after: int = -1,
-    want: Want = "task",
-    spec: ModelSpec = SPEC,
-) -> tuple[list[int], int]:
+def written(rules=LIKELIEST, guesses=None, lost_after=-1, want="task", spec=SPEC) -> tuple[list[int], int]:
     """Return the tokens of a text by two devices, and how many runs they took."""
-    devices = {"d0": (1e9, 1 << 30), "d1": (1e9, 1 << 30)}
-    swarm = Swarm(spec, tensors(spec), devices, decider=always(plan(spec, ("decoder", {}), (1.0, 1.0))), jitter_s=0.01)
-    shape, inputs = models.single_sequence(spec, np.array(BEGINNING, np.int32), "task", len(BEGINNING) + MOST)
-    generation = Generation(BEGINNING, MOST, shape.with_want(want), rules, guesses=guesses, vocab=spec.head.outputs)
-    swarm.begin("r", Batch(shape, inputs), generation)
+    swarm = site(spec, "decoder", (1.0, 1.0))
+    begin(swarm, "r", BEGINNING, MOST, rules=rules, want=want, guesses=guesses)
     if lost_after >= 0:
         swarm.run(120, until=lambda: len(swarm.tokens.get("r", ())) > lost_after)
         swarm.kill("d1")
         swarm.join("d1", 1e9, 1 << 30)
-    swarm.run(120, until=lambda: "r" in swarm.answers or "r" in swarm.errors)
-    assert not swarm.errors
+    finish(swarm, "r")
     (answer, stats), *_ = swarm.answers["r"]
     assert [index for index, _ in swarm.tokens["r"]] == list(range(len(answer))), "each token once, in order"
     assert [token for _, token in swarm.tokens["r"]] == answer.tolist()
@@ -140,7 +126,7 @@ def test_as_many_are_guessed_as_the_price_of_their_rows_is_worth(points, right, 
 
 def priced(spec, decoder_plan, cluster, shape):
     """Return the simulation of a run."""
-    return simulate_plan(Question(TopicNames("s", "m"), spec, cluster, shape, decoder_plan.version), decoder_plan)
+    return simulate_plan(question(spec, cluster, shape), decoder_plan)
 
 
 @pytest.mark.parametrize("kind", ["tiny-llama", "tiny-qwen3"])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from sites import everyone, plan, tensors
-from swarm import Swarm, plan_of
-from test_strategies_generation import greedy
+from generated import begin, finish, greedy, site
+from sites import everyone, plan
+from swarm import plan_of
 
-from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
-from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.strategies.plan_programs import device_programs, programs_digest, resident_weights
 
 SPEC = spec_of_kind("tiny-llama")
@@ -38,16 +34,6 @@ def in_layouts(layouts, rows):
     return decider
 
 
-def begin(swarm, name, prompt, most, guesses=None):
-    shape, inputs = models.single_sequence(SPEC, np.array(prompt, np.int32), "task", len(prompt) + most)
-    swarm.begin(name, Batch(shape, inputs), Generation(tuple(prompt), most, shape, guesses=guesses))
-
-
-def finish(swarm, *names):
-    swarm.run(120, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
-    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
-
-
 @pytest.mark.parametrize(
     ("layouts", "rows"),
     [
@@ -58,14 +44,13 @@ def finish(swarm, *names):
 )
 def test_texts_are_the_same_whatever_layouts_their_runs_have(layouts, rows, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", CHUNK)
-    devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
-    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=in_layouts(layouts, rows), duplicates=0.2, jitter_s=0.01)
+    swarm = site(SPEC, "decoder", rows, decider=in_layouts(layouts, rows), duplicates=0.2)
     prompts = {"first": [*BEGINNING, 1], "other": [*BEGINNING, 4, 8], "branch": [*BEGINNING, 6], "short": [3, 1, 4]}
-    begin(swarm, "first", prompts["first"], 12, Guesses())
+    begin(swarm, "first", prompts["first"], 12, guesses=Guesses())
     finish(swarm, "first")
     assert plan_of(swarm).layouts == layouts
     for name in ("other", "branch", "short"):
-        begin(swarm, name, prompts[name], 12, Guesses())
+        begin(swarm, name, prompts[name], 12, guesses=Guesses())
     finish(swarm, "other", "branch")
     rows_of = {name: sum(s.shape.tokens for s in swarm.answers[name][0][1]) for name in ("first", "other", "branch")}
     assert max(rows_of["other"], rows_of["branch"]) < 40 <= rows_of["first"], "they continue in the first text's cache"

@@ -6,31 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from nets import divided, net, run, tensors
-from nets_agree import BAR, SHARES, SMALL, variants
-from nets_agree import METHODS as EXPORTED
-from nets_agree import Net as OpaqueOp
+from nets import VGG, divided, net, run, tensors
+from nets_agree import BAR, METHODS, SHARES, SMALL, Net, variants
+from sites import plan
 from sites import tensors as seeded
 from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.core.ids import PLANNER, PlanVersion
-from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.program import Compute, Recv
-from hepti_mqtt.cost.explain import work_factor
+from hepti_mqtt.cost.explain import WorkFactor, plan_work_factor, work_factor
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.shares.maps import after_cut, execution_units
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.strategies.plan_programs import lower_plan, make_plan
 
-METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
-
-
-# Pools, a residual, strides, and a window of seven rows on maps of six and three.
-VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
 STRIDES = net(23, [("stride", 4, 7), ("conv", 4, 1), ("conv", 4, 5), "residual", ("stride", 6, 3), ("conv", 5, 3)])
 
 
@@ -40,13 +32,9 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
     held = tensors(graph)
     alone = run(divided(graph, "single", (1.0,)), held)
     most = np.abs(alone).max()
+    each = DeviceResources(1e6, 1e-4, 1e9)
     for options in STRATEGIES[method].variants_for(1, graph):
-        for n, head, resources in (
-            (1, 0, ()),
-            (2, 1, [DeviceResources(1e6, 1e-4, 1e9)] * 2),
-            (3, 0, ()),
-            (5, 2, [DeviceResources(1e6, 1e-4, 1e9)] * 5),
-        ):
+        for n, head, resources in ((1, 0, ()), (2, 1, [each] * 2), (3, 0, ()), (5, 2, [each] * 5)):
             speeds = (1e6, 3e6, 0.0, 2e6, 1e5)[:n]
             got = run(divided(graph, method, speeds, options, resources, head), held)
             assert np.abs(got - alone).max() < 1e-4 * most, (options, n)
@@ -125,20 +113,15 @@ def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo():
     assert [any(slot in heard for slot in reads) for reads in joined] == [False, True, False]
 
 
+def work_of(kind: str, method: str, devices: int, **options: str) -> WorkFactor:
+    spec = spec_of_kind(kind)
+    return plan_work_factor(spec, plan(spec, (method, options), (1.0,) * devices), models.largest_shape(spec))
+
+
 def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
-    spec = spec_of_kind("tiny-resnet")
-    shape = models.largest_shape(spec)
-
-    def whole_maps(options):
-        template = Plan("m", PlanVersion(1, 1), "map_rows", ("d0", "d1"), "d0")
-        plan = make_plan(spec, template, "map_rows", options, (1.0, 1.0))
-        alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
-        map_bytes = work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape)).maps
-        assert map_bytes is not None
-        return map_bytes.gathered
-
+    plain, ahead = (work_of("tiny-resnet", "map_rows", 2, **options).maps for options in ({"cut": "none"}, AHEAD))
     # The halo of its smallest maps is all of them; the last one is 2 x 2 pixels of 32 channels, half of them sent.
-    assert whole_maps({"cut": "none"}) - whole_maps(AHEAD) == 2 * 32 * 4
+    assert plain.gathered - ahead.gathered == 2 * 32 * 4
 
 
 # Work done over work needed, on four devices. Norms and squeezes cost nothing again where rows are divided; tiles end
@@ -152,23 +135,22 @@ def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
     ],
 )
 def test_norms_of_pixels_and_means_that_scale_maps_are_divided(kind, method, most):
-    spec = spec_of_kind(kind)
-    shape = models.largest_shape(spec)
-    devices = tuple(f"d{i}" for i in range(4))
-    template = Plan("m", PlanVersion(1, 1), method, devices, "d0")
-    lowered = lower_plan(spec, make_plan(spec, template, method, {"cut": "none"}, (1.0,) * 4), shape)
-    alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
-    assert work_factor(lowered, lower_plan(spec, alone, shape)).total <= most
+    assert work_of(kind, method, 4, cut="none").total <= most
+
+
+def check_answers(spec, shares):
+    """Check that methods give the answer of one device, in every variant."""
+    model = Net(spec, seeded(spec))
+    for name in METHODS:
+        for weights in shares:
+            for options in variants(model, STRATEGIES[name], len(weights)):
+                assert model.off(name, options, weights) < BAR, (name, options, len(weights))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", SMALL)
 def test_answers_are_those_of_one_device(kind):
-    net = OpaqueOp(spec_of_kind(kind), seeded(spec_of_kind(kind)))
-    for name in EXPORTED:
-        for weights in SHARES:
-            for options in variants(net, STRATEGIES[name], len(weights)):
-                assert net.off(name, options, weights) < BAR, (name, options, len(weights))
+    check_answers(spec_of_kind(kind), SHARES)
 
 
 def test_residuals_between_dense_layers_are_no_maps():
@@ -182,9 +164,4 @@ def test_residuals_between_dense_layers_are_no_maps():
     stack.linear("more", 24)
     stack.add("more sum", second)
     stack.linear("classifier", 5)
-    spec = replace(spec_of_kind("tiny-convnet"), nodes=tuple(stack.nodes))
-    net = OpaqueOp(spec, seeded(spec))
-    for name in EXPORTED:
-        for weights in (SHARES[1], SHARES[3]):
-            for options in variants(net, STRATEGIES[name], len(weights)):
-                assert net.off(name, options, weights) < BAR, (name, options, len(weights))
+    check_answers(replace(spec_of_kind("tiny-convnet"), nodes=tuple(stack.nodes)), (SHARES[1], SHARES[3]))

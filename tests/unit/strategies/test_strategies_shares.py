@@ -9,20 +9,18 @@ from math import prod
 
 import numpy as np
 import pytest
+import questions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import net
+from nets import VGG, net
 from sites import FAMILIES, plan, request
-from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link, Power
+from hepti_mqtt.core.profiles import Power
 from hepti_mqtt.core.program import Send
-from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.planner import decide
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, solve_shares
 from hepti_mqtt.shares.share import assign_greedily, partition_in_order
@@ -31,8 +29,6 @@ from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import HEADS
 from hepti_mqtt.strategies.plan_programs import device_programs
 
-# Pools, a residual, strides, and a window of seven rows on maps of six and three.
-VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
 SLOW = DeviceResources(3e3, 1e-3)
 
 
@@ -242,21 +238,6 @@ def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(famil
     assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
 
 
-def cluster(*devices):
-    """Return devices (GFLOP/s, bytes) with good links."""
-    profiles = {
-        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
-        for i, (speed, memory) in enumerate(devices)
-    }
-    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
-
-
-def decided(spec, shape, site, strategy, options):
-    """Return the best plan of a method on all devices of a site."""
-    pins = {"strategy": strategy, "options": options, "devices": tuple(site.devices)}
-    return decide(Question(TopicNames("home", "m"), spec, site, shape, PlanVersion(1, 1), **pins)).chosen
-
-
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
 RING = ("galaxy", {"exchange": "ring"})
 RING_DEVICES, TOKENS, LAYER = 4, 16, 3  # a layer in the middle
@@ -280,13 +261,18 @@ def test_each_device_sends_to_its_neighbour_alone_what_a_reduce_scatter_and_an_a
 
 
 def test_shares_follow_speed_and_what_memory_leaves():
-    options = {"exchange": "ring"}
-    fast = decided(SPEC, SHAPE, cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
+    def decided(room):
+        speeds = {"d0": (30.0, room), "d1": (10.0, 1e9), "d2": (10.0, 1e9)}
+        site = questions.cluster(*(questions.device(name, *one) for name, one in speeds.items()), mbit=800)
+        pins = {"strategy": "galaxy", "options": {"exchange": "ring"}, "devices": tuple(speeds)}
+        return decide(questions.question(SPEC, site, SHAPE, **pins)).chosen
+
+    fast = decided(1e9)
     widths = [z - a for a, z in fast.plan.ranges["mlp"]]
     assert widths[0] > widths[1]
-    assert dict(fast.plan.options) == options
+    assert dict(fast.plan.options) == {"exchange": "ring"}
     room = 0.5 * fast.price.needs["d0"]
-    tight = decided(SPEC, SHAPE, cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
+    tight = decided(room)
     assert tight.price.feasible
     assert tight.price.needs["d0"] <= room
     assert tight.plan.ranges["mlp"][0] != fast.plan.ranges["mlp"][0]

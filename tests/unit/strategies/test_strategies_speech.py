@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import word_cases
+from generated import finish
 from sites import TOLERANCE, always, everyone, plan, tensors
 from swarm import Swarm
 from together import run_programs
@@ -48,31 +49,33 @@ def inputs(ids) -> np.ndarray:
     return np.concatenate([[0, *ids], FRAMES]).astype(np.int32)
 
 
-def whole(rules: TokenRules) -> tuple[list[int], list[np.ndarray]]:
+def logits_after(ids) -> np.ndarray:
+    """Return the logits behind a prompt by a whole pass of the reference."""
+    return models.reference(SPEC, tensors(SPEC), inputs(ids), READS.run(len(ids), ROWS))[1][-1:]
+
+
+def whole(rules: TokenRules, prompt=PROMPT, temperature: float = 0.0) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens, and the logits of each step, by whole passes of the reference."""
-    ids, logits = list(PROMPT), []
+    text, logits = list[int](), []
     for _ in range(MOST):
-        shape = READS.run(len(ids), ROWS)
-        logits.append(models.reference(SPEC, tensors(SPEC), inputs(ids), shape)[1][-1:])
-        ids.append(rules.choose(logits[-1], ids[len(PROMPT) :])[0])
-    return ids[len(PROMPT) :], logits
+        logits.append(logits_after([*prompt, *text]))
+        text.append(rules.choose(logits[-1], text, temperature)[0])
+    return text, logits
 
 
-def site(decider, devices: int, **network) -> Swarm:
-    hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
-    return Swarm(SPEC, tensors(SPEC), hosts, decider=decider, jitter_s=0.01, **network)
+def site(method, spec=SPEC, held=None, **network) -> Swarm:
+    """Return a device for `single`, else three."""
+    weights = (1.0,) if method[0] == "single" else (1.0, 2.0, 1.0)
+    hosts = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
+    network = {"decider": always(plan(spec, method, weights)), "jitter_s": 0.01, **network}
+    return Swarm(spec, held or tensors(spec), hosts, **network)
 
 
-def begin(swarm: Swarm, rules: TokenRules) -> Generation:
+def begin(swarm: Swarm, rules: TokenRules, **sound) -> Generation:
     shape = READS.run(len(PROMPT), ROWS)
-    generation = Transcription(PROMPT, MOST, shape, rules, FRAMES)
+    generation = Transcription(PROMPT, MOST, shape, rules, FRAMES, **sound)
     swarm.begin("r", Batch(shape, inputs(PROMPT)), generation)
     return generation
-
-
-def finish(swarm: Swarm) -> None:
-    swarm.run(120, until=lambda: "r" in swarm.answers or "r" in swarm.errors)
-    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
 
 
 @pytest.mark.parametrize(
@@ -105,10 +108,9 @@ RULES = TokenRules(never=(3, 9), first_never=(1,), scored=True, silent=8)
 )
 def test_a_text_is_that_of_whole_passes(method):
     expected, logits = whole(RULES)
-    alone = method[0] == "single"
-    swarm = site(always(plan(SPEC, method, (1.0,) if alone else (1.0, 2.0, 1.0))), 1 if alone else 3, duplicates=0.2)
+    swarm = site(method, duplicates=0.2)
     generation = begin(swarm, RULES)
-    finish(swarm)
+    finish(swarm, "r")
     assert swarm.tokens["r"] == list(enumerate(expected))
     for got, want in zip(swarm.logits.values(), logits, strict=True):
         np.testing.assert_allclose(got[-1:], want, atol=TOLERANCE)
@@ -129,16 +131,10 @@ def unhappy(*worths: float):
 def test_a_text_that_is_not_good_enough_is_drawn_again_in_the_same_session(division):
     hot = (0.0, 0.4, 1.0)
     rules = replace(RULES, temperatures=hot, seed=5, judge=unhappy(1.0, 3.0, 2.0))
-    alone = division[0] == "single"
-    swarm = site(always(plan(SPEC, division, (1.0,) if alone else (1.0, 2.0, 1.0))), 1 if alone else 3, duplicates=0.2)
+    swarm = site(division, duplicates=0.2)
     generation = begin(swarm, rules)
-    finish(swarm)
-    texts = [[], [], []]
-    for temperature, text in zip(hot, texts, strict=True):
-        for _ in range(MOST):
-            ids = [*PROMPT, *text]
-            _, logits = models.reference(SPEC, tensors(SPEC), inputs(ids), READS.run(len(ids), ROWS))
-            text.append(rules.choose(logits, text, temperature)[0])
+    finish(swarm, "r")
+    texts = [whole(rules, temperature=temperature)[0] for temperature in hot]
     assert swarm.tokens["r"] == [pair for text in texts for pair in enumerate(text)]
     (output, stats), *_ = swarm.answers["r"]
     assert output.tolist() == texts[1], "the best of them"
@@ -149,16 +145,10 @@ def test_a_text_that_is_not_good_enough_is_drawn_again_in_the_same_session(divis
 @pytest.mark.parametrize("opening", [(), (30, 31)])
 def test_a_choice_of_the_model_ends_the_prompt(opening):
     rules = replace(RULES, choices=(11, 12, 13), forced=(14,), opening=opening)
-    swarm = site(always(plan(SPEC, ("single", {}), (1.0,))), 1)
+    swarm = site(("single", {}))
     begin(swarm, rules)
-    finish(swarm)
-    first = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), READS.run(len(PROMPT), ROWS))[1]
-    ids = [*opening, *PROMPT, rules.choose_prompt(first), 14]
-    text: list[int] = []
-    while len(text) < MOST:
-        whole = [*ids, *text]
-        _, logits = models.reference(SPEC, tensors(SPEC), inputs(whole), READS.run(len(whole), ROWS))
-        text.append(rules.choose(logits, text)[0])
+    finish(swarm, "r")
+    text, _ = whole(rules, [*opening, *PROMPT, rules.choose_prompt(logits_after(PROMPT)), 14])
     assert swarm.tokens["r"] == list(enumerate(text))
 
 
@@ -179,11 +169,11 @@ def test_the_logits_are_divided_where_links_allow_it(latency_s, parts):
 
 
 def test_a_lost_device_costs_no_token_and_the_sound_is_encoded_again():
-    swarm = site(everyone(("row", {"variant": "kv"})), 3)
+    swarm = site(("row", {"variant": "kv"}), decider=everyone(("row", {"variant": "kv"})))
     begin(swarm, RULES)
     swarm.run(60, until=lambda: len(swarm.tokens.get("r", ())) > 2)
     swarm.kill("d0")  # which has the session
-    finish(swarm)
+    finish(swarm, "r")
     assert swarm.tokens["r"] == list(enumerate(whole(RULES)[0]))
     (_, stats), *_ = swarm.answers["r"]
     assert sum(s.shape.encodes for s in stats) > 1
@@ -226,15 +216,13 @@ def forced(text: tuple[int, ...], vocab: int) -> TokenRules:
 def test_tokens_have_the_times_of_the_reference(word_models, case, method):
     spec, weights = word_models[case.kind]
     spec = replace(spec, alignment=case.heads or spec.alignment)
-    devices = {"single": 1, "row": 2, "block": 3}[method[0]]
-    fixed = always(plan(spec, method, (1.0, 2.0, 1.0)[:devices]))
-    swarm = Swarm(spec, weights, {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=fixed, jitter_s=0.01)
+    swarm = site(method, spec, weights)
     frames, shape = case.frames.reshape(-1), spec.input_spec.run(len(word_cases.PROMPT), word_cases.ROWS)
     rules = forced(case.text, spec.head.outputs)
     generation = Transcription(word_cases.PROMPT, len(case.text), shape, rules, frames, sound_rows=case.sound_rows)
     first = np.concatenate([[0, *word_cases.PROMPT], frames]).astype(np.int32)
     swarm.begin("r", Batch(shape, first), generation)
-    finish(swarm)
+    finish(swarm, "r")
     assert tuple(generation.text.tokens) == case.text
     times = [token.end for token in token_times(case.text, generation.beginnings)]
     assert times == pytest.approx(TEXT_ANSWERS[case.name], abs=0.02)
@@ -243,11 +231,9 @@ def test_tokens_have_the_times_of_the_reference(word_models, case, method):
 def test_a_retried_text_is_aligned_once_and_a_lost_session_begins_with_the_sound():
     spec = replace(SPEC, alignment=((0, 1), (1, 2)))
     rules = replace(RULES, temperatures=(0.0, 0.7), seed=5, judge=unhappy(3.0, 2.0))
-    swarm = Swarm(spec, tensors(spec), {"d0": (1e9, 1 << 30)}, decider=always(plan(spec, ("single", {}), (1.0,))))
-    shape = spec.input_spec.run(len(PROMPT), ROWS)
-    text = Transcription(PROMPT, MOST, shape, rules, FRAMES, sound_rows=ROWS)
-    swarm.begin("r", Batch(shape, inputs(PROMPT)), text)
-    finish(swarm)
+    swarm = site(("single", {}), spec)
+    text = begin(swarm, rules, sound_rows=ROWS)
+    finish(swarm, "r")
     (output, stats), *_ = swarm.answers["r"]
     assert [s.shape.want for s in stats] == ["task"] * 2 * MOST + ["alignment"]
     beginnings, verdict = text.beginnings, text.verdict

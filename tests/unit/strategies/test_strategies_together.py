@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sites import always, everyone, plan, tensors
-from swarm import MODEL, Swarm
-from test_strategies_generation import greedy
+from generated import begin, finish, greedy, site
+from sites import everyone
+from swarm import MODEL
 
-from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
-from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.interface import RequestCancelled
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
-from hepti_mqtt.runtime.coordinator.texts import Generation
 
 USERS = 8
-ROOM = 7  # runs in flight: then eight sessions of the longest text have room
-
-
-def site(kind: str, method: str, weights: tuple[float, ...], **network: object) -> Swarm:
-    spec = spec_of_kind(kind)
-    devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
-    decider = always(plan(spec, (method, {}), weights))
-    return Swarm(spec, tensors(spec), devices, decider=decider, batching=Batching(), in_flight=ROOM, **network)
+TOGETHER = {"batching": Batching(), "in_flight": 7}  # so that eight sessions of the longest text have room
 
 
 def prompts(spec: object, count: int = USERS) -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     return [rng.integers(0, spec.text.vocab, int(rng.integers(1, 12))).astype(np.int32) for _ in range(count)]
-
-
-def finish(swarm: Swarm, names: list[object]) -> None:
-    swarm.run(300, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
-    assert not any(name in swarm.errors for name in names), (swarm.errors, [n.text for n in swarm.notes])
 
 
 @pytest.mark.parametrize(
@@ -47,18 +32,15 @@ def finish(swarm: Swarm, names: list[object]) -> None:
     ],
 )
 def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
-    swarm = site(kind, method, weights, duplicates=0.2, jitter_s=0.01)
+    swarm = site(spec_of_kind(kind), method, weights, duplicates=0.2, **TOGETHER)
     rng, texts = np.random.default_rng(1), {}
     for name, prompt in enumerate(prompts(swarm.spec)):
         most, seed = int(rng.integers(3, 14)), int(rng.integers(2))
         rules = TokenRules(temperatures=(1.5,), seed=name) if seed else LIKELIEST
         texts[name], _ = greedy(prompt, most, swarm.spec, rules)
-        shape, inputs = models.single_sequence(swarm.spec, prompt, tokens=len(prompt) + most)
-        shape = shape.with_want("task" if name == 5 else "candidates")
-        generation = Generation(tuple(prompt.tolist()), most, shape, rules, vocab=swarm.spec.head.outputs)
-        swarm.begin(name, Batch(shape, inputs), generation)
+        begin(swarm, name, prompt, most, rules=rules, want="task" if name == 5 else "candidates")
         swarm.run(float(rng.choice([0.0, 0.05])))  # they join at any moment
-    finish(swarm, list(texts))
+    finish(swarm, *texts)
     for name, text in texts.items():
         assert swarm.answers[name][0][0].tolist() == text, name
     runs = [stats for answer in swarm.answers.values() for stats in answer[0][1]]
@@ -68,8 +50,7 @@ def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
 
 @pytest.mark.parametrize("fault", ["a device", "two sessions", "a user leaves"])
 def test_texts_go_on_when_something_is_lost(fault):
-    swarm = site("tiny-gpt2", "decoder", (1.0, 1.0, 1.0), jitter_s=0.01)
-    swarm.decider = everyone(("decoder", {}))
+    swarm = site(spec_of_kind("tiny-gpt2"), "decoder", (1.0, 1.0, 1.0), decider=everyone(("decoder", {})), **TOGETHER)
     prompts_asked = prompts(swarm.spec, 5)
     for name, prompt in enumerate(prompts_asked):
         swarm.generate(name, swarm.spec, prompt, 16)
@@ -83,7 +64,7 @@ def test_texts_go_on_when_something_is_lost(fault):
     else:
         swarm.tell_planner(RequestCancelled(RequestKey(MODEL, "user", "4")))
         prompts_asked.pop()
-    finish(swarm, list(range(len(prompts_asked))))
+    finish(swarm, *range(len(prompts_asked)))
     for name, prompt in enumerate(prompts_asked):
         assert swarm.tokens[name] == list(enumerate(greedy(prompt, 16, swarm.spec)[0])), name
     begun = sum(len(prompt) > 8 for prompt in prompts_asked)
