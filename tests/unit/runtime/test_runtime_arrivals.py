@@ -11,7 +11,7 @@ from swarm import MODEL, Swarm, plan_of
 
 from hepti_mqtt.protocol.frames import ExchangeCache, Frame, decode, encode
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.worker.session import FrameIn
+from hepti_mqtt.runtime.worker.interface import FrameIn
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
