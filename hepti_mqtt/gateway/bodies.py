@@ -70,17 +70,16 @@ def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
     return items
 
 
+def texts_field(most: int) -> Any:
+    """Return the description of what `texts_of` reads."""
+    schema: dict[str, Any] = {"type": ["string", "array"], "minItems": 1, "maxItems": most}
+    return Field(description=f"a text or a list of 1 to {most} texts", json_schema_extra=schema)
+
+
 #: at least 1; the bound comes before the validator, or JSON Schema loses it
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Texts = Annotated[
-    list[str],
-    BeforeValidator(texts_of),
-    Field(
-        description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts",
-        json_schema_extra={"type": ["string", "array"], "minItems": 1},
-    ),
-]
+Texts = Annotated[list[str], BeforeValidator(texts_of), texts_field(TEXTS_AT_ONCE)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=TEXTS_AT_ONCE)]
 
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway import answers
-from hepti_mqtt.gateway.bodies import Body, Key, texts_of
+from hepti_mqtt.gateway.bodies import Body, Key, texts_field, texts_of
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
@@ -96,6 +96,14 @@ def thinks(effort: Effort | None) -> bool | None:
 class ChatBody(Written):
     """A conversation."""
 
+    model_config: ClassVar = {  # a number of top_logprobs requires logprobs, see `request`
+        "json_schema_extra": {
+            "anyOf": [
+                {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+                {"properties": {"top_logprobs": {"enum": [None, 0]}}},
+            ]
+        }
+    }
     keys: ClassVar = {**Written.keys, "max_completion_tokens": Key(OPTIONS["max_new_tokens"], bounded)}
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, description="a list of at least one message")]
     logprobs: bool = False
@@ -131,11 +139,7 @@ class CompletionBody(Written):
     """Texts to continue."""
 
     keys: ClassVar = {**Written.keys, "logprobs": Key(OPTIONS["logprobs"])}
-    prompt: Annotated[
-        list[str],
-        BeforeValidator(lambda value: texts_of(value, PROMPTS)),
-        Field(json_schema_extra={"type": ["string", "array"]}),
-    ]
+    prompt: Annotated[list[str], BeforeValidator(lambda value: texts_of(value, PROMPTS)), texts_field(PROMPTS)]
 
 
 async def chat(site: Site, body: ChatBody) -> Any:

@@ -106,6 +106,8 @@ REFUSED = [
     (CHAT, {"unheard_of": 1}, "unheard_of"),
     (CHAT, {"temperature": 3}, "temperature"),
     (CHAT, {"temperature": "1"}, "temperature"),
+    *((path, {"temperature": [0.2, 0.4]}, "temperature") for path in (CHAT, TEXT, RESPONSES)),
+    (OLLAMA, {"options": {"temperature": [0.2]}}, ""),
     (CHAT, {"max_tokens": 0}, "max_tokens"),
     (CHAT, {"max_tokens": "9"}, "max_tokens"),
     (CHAT, {"audio": {"voice": "x"}}, "audio"),
