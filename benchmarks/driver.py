@@ -57,7 +57,7 @@ class Driver:
         return {}
 
     def bring(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring the plan up without computing: at full speed agents and planner would learn what the lab is not."""
+        """Wait until the plan is active and the planner's choice has settled."""
         model, body, _ = self.inputs[order["key"]]
         ask = partial(self.hepti.infer, model, **body, **_pins(order), want="plan", timeout_s=TIMEOUT_S)
         found, since = ask().plan["id"], time.monotonic()

@@ -156,10 +156,7 @@ class _Measuring:
 
     def _site(self, cell: Cell, describe: bool) -> dict[str, Any]:
         """Return what the driver says of a turn of Hepti's."""
-        # Weights are loaded at full speed: an experiment of large models would wait for little else.
-        self.lab.throttle(False)
         turn = self._ask(self._order(cell, "bring"))
-        self.lab.throttle(True)
         e = self.experiment
         if turn["ok"] and e.settle and cell.strategy == AUTO:
             turn |= self._ask({**self._order(cell, "settle"), "most_s": e.settle})

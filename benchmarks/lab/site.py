@@ -33,8 +33,8 @@ IDLE_BYTES: Final = 256 << 20
 class LabSite:
     """Hepti's processes on the hosts of a lab; a context manager: up on entry, everything ended on exit.
 
-    models: name -> directory. Kernels are compiled at full speed first; then every host is throttled, and only then
-    agents start and measure themselves, so that the planner plans with what the hosts will have. planner: more of its
+    models: name -> directory. Kernels are compiled at full speed. Then every host stays throttled, also while weights
+    load: a planner that has seen the hosts unthrottled once plans for faster hosts. planner: more of its
     options. agents: options of each host's agent, by default as the lab's file says. before_start: called when only the
     broker runs; then entry ends when planner and agents have started: hosts are throttled, and nothing is loaded.
     """
@@ -87,9 +87,7 @@ class LabSite:
             self.wait(alike, (), ONLINE_S)  # hosts of one quota measure once; those of another would disturb them
         if self._before_start is not None:
             return
-        self.lab.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait(list(self._agents), list(self.models), LOADED_S)
-        self.lab.throttle(True)
 
     def wait(self, devices: Sequence[str], models: Sequence[str], timeout_s: float) -> None:
         """Return when the devices are online and every model has a plan; raises LabError naming who is missing."""

@@ -68,11 +68,9 @@ def main(
         }
         if repeated:  # else the prompt of one way would be in the cache of the other, which has the same plan
             ways[GUESSED] = Asked(hepti, {"strategy": "decoder", "devices": names})
-        both.lab.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
         for process, keys in ways.values():
             if process is hepti:
                 say(process, do="ask", ids=prompts[0], count=0, **keys)
-        both.lab.throttle(True)
         for ids in prompts[:settle]:
             for name in [name for name in ways if name in (CHOSEN, NARROW, GUESSED)]:
                 found = say(hepti, do="ask", ids=ids, count=count, **ways[name].keys)

@@ -53,10 +53,8 @@ def main(
                 "encoder and a token, Hepti, one host": Asked(hepti, {**ENCODES, **one}),
                 "encoder and a token, Hepti, all hosts": Asked(hepti, ENCODES),
             }
-            both.lab.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
             for process, keys in asked.values():
                 say(process, do="ask", **{**keys, **({"want": "plan"} if process is hepti else {})})
-            both.lab.throttle(True)
             for _ in range(settle):
                 for process, keys in asked.values():
                     if process is hepti and "devices" not in keys:

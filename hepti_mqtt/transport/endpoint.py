@@ -281,7 +281,7 @@ class Endpoint:
 
     def head_for(self, user: str, topic: str, nbytes: int) -> bytes | None:
         """Return the PUBLISH header for a user; None unless the user is the only reader and the socket is plain."""
-        routes = self._new_routes(topic, nbytes)
+        routes = self._routes_of(topic, nbytes)
         if self._secure is not None or [route.reader.session.user for route in routes] != [user]:
             return None
         (route,) = routes
@@ -319,8 +319,7 @@ class Endpoint:
         for part in parts:
             nbytes += memoryview(part).nbytes
         with self.lock:
-            routes = self._routes.get((topic, nbytes))
-            for reader, head, size in self._new_routes(topic, nbytes) if routes is None else routes:
+            for reader, head, size in self._routes_of(topic, nbytes):
                 if self._send(reader, (head, *parts), size):
                     stats = reader.stats
                     stats.frames_out += 1
@@ -378,9 +377,11 @@ class Endpoint:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def _new_routes(self, topic: str, nbytes: int) -> list[_Route]:
-        """Compute and cache the routes of a topic and payload size."""
-        routes = []
+    def _routes_of(self, topic: str, nbytes: int) -> list[_Route]:
+        """Return the routes of a topic and payload size from the cache, or compute them."""
+        if (cached := self._routes.get((topic, nbytes))) is not None:
+            return cached
+        routes = list[_Route]()
         for subscriber in self._subscribers.values():
             session = subscriber.session
             if any(matches(name, topic) and self._acl.allows(session.user, name) for name in session.filters):

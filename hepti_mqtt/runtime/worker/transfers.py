@@ -62,7 +62,8 @@ class KnownTransfer:
     def learn(self, head: bytes, key: FrameKey, topic: str = "") -> None:
         """Record the first head that Python sent, or received and checked, unless tags cover arrays."""
         if not self.head and self.nbytes <= LARGEST and not (key.key and key.checked == "whole"):
-            self.head, self.key, self.topic, self.owner.version = head, key, topic, -1
+            self.head, self.key, self.topic = head, key, topic
+            self.owner.changed.append(self)
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +79,7 @@ class StretchTransfers:
         self.sends: dict[int, KnownTransfer] = {}
         self.receives: dict[int, KnownTransfer] = {}
         self.version = 0  #: version of the sockets that the tape's heads are for; -1 for none
+        self.changed: list[KnownTransfer] = []  #: transfers whose head is not in the tape yet
         self.last_rows: Mapping[Slot | Scratch, int] = {}  #: last row that reads each array
         self.complete = False  #: compiled code receives all tensors of the stretch
         #: functions from a run id to its tag, and the words of the heads to write it to
@@ -87,16 +89,20 @@ class StretchTransfers:
     def forget(self) -> None:
         """Forget all heads."""
         self.version = -1
+        self.changed.clear()
         for each in (*self.sends.values(), *self.receives.values()):
             each.head = b""
 
     def apply(self, sockets: Sockets) -> None:
-        """Update the heads of the tape to the current routes."""
-        if self.version == sockets.version:
+        """Write new heads to the tape, or all heads if routes have changed."""
+        changed = self.changed
+        if self.version != sockets.version:
+            self.version, changed = sockets.version, [*self.sends.values(), *self.receives.values()]
+            self.tags.clear()
+        if not changed:
             return
-        self.version, self.tagged = sockets.version, -1
-        self.tags.clear()
-        for each in (*self.sends.values(), *self.receives.values()):
+        self.changed, self.tagged = [], -1
+        for each in changed:
             nbytes = HEADER_BYTES + each.nbytes
             packet_header = sockets.route(each.peer, each.topic, nbytes) if each.topic else b""
             if each.head and packet_header is not None:

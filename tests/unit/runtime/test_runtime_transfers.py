@@ -30,7 +30,7 @@ from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import Endpoint, Peer
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.runtime.worker.executor import Executor
+from hepti_mqtt.runtime.worker.executor import Executor, Stretch
 from hepti_mqtt.runtime.worker.interface import AllowPeers, FrameIn, JoinPeers, PeerJoined, PeerLost
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, handover_program
@@ -308,6 +308,23 @@ def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
                     device.before_step = disturb
             np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
         assert not JIT or all(device.compiled for device in site.devices.values())
+
+
+@compiled_only
+def test_each_packet_header_is_looked_up_once(monkeypatch):
+    bound_programs, inputs, _ = programs(*IN_LINE[0])
+    with Site(bound_programs) as site:
+        lookups = {device: [] for device in site.devices}
+        for name, device in site.devices.items():
+            channels, route = device.links.mesh.channels, device.links.mesh.channels.route
+            monkeypatch.setattr(
+                channels, "route", lambda *of, route=route, name=name: (lookups[name].append(of), route(*of))[1]
+            )
+        for run in range(1, LEARNING + 3):
+            site.run({run: inputs})
+        for name, device in site.devices.items():
+            stretches = {id(op): op for op in device.bound.ops if isinstance(op, Stretch)}.values()
+            assert len(lookups[name]) == sum(len(stretch.transfers.sends) for stretch in stretches) > 2
 
 
 def test_another_plan_version_learns_anew():
