@@ -1,4 +1,4 @@
-"""Decoders with rotary positions as graphs: they continue a text in a session, or embed whole ones.
+"""Decoders as graphs: they continue a text in a session, or embed whole ones.
 
 m new tokens, C rows of the cache, h hidden, V vocabulary.
 """
@@ -40,7 +40,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     ids = at = heat = rows = ""
     if spec.head.task == "generation":
         at, ids, heat, rows = add_inputs(net, shape, spec.hidden)
-    x = text.embed(net, spec, shape, refs, ids)  # [m, h]
+    x = text.embed(net, spec, shape, refs, ids, at)  # [m, h]
     if rows:
         added = net.opaque("added", (rows,), roles.STEM, "frames", (shape.tokens, spec.hidden), step=STEP)
         x = net.sum("seen", x, added, roles.STEM)  # [m, h]
