@@ -188,7 +188,6 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
-
 #
 # A new file may have the same size and time (reproducible images, `rsync -t`), in a read-only image even the same
 # inode. So the key of a manifest also has samples of every tensor.

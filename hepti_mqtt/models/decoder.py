@@ -62,10 +62,6 @@ class Gguf(NamedTuple):
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
 
 
-def _sees_all(_config: JsonConfig, _causal: bool) -> tuple[int, ...]:
-    return ()
-
-
 _QWEN_MIXTURE: Final = mixture(
     _NORMED, "mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down"))
 )
@@ -92,8 +88,8 @@ class Decoder(NamedTuple):
     #: Default of rms_norm_eps.
     norm_eps: float = 1e-6
     activation: str = "hidden_act"
-    #: Return the windows of the layers.
-    windows: Windows = _sees_all
+    #: Return the windows of the layers, none where all see all tokens.
+    windows: Windows = lambda _config, _causal: ()
     #: Return the positions of each layer, from the first one again where there are more.
     ropes: Callable[[JsonConfig, int, Decoder], Sequence[Rope]] = lambda config, d, of: (
         read_rope(config, d, of.theta),
