@@ -36,6 +36,7 @@ ACCEPTED = [
     *((CHAT, {key: []}, {}) for key in ("tools", "stop", "functions")),
     (CHAT, {"n": 1, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "modalities": ["text"]}, {}),
     (CHAT, {"logprobs": False, "top_logprobs": 0, "reasoning_effort": None, "logit_bias": {}}, {}),
+    (CHAT, {"logprobs": True, "top_logprobs": 2.0}, {"logprobs": 2}),
     (CHAT, {"seed": -1}, {"seed": 2**32 - 1}),
     (CHAT, {"seed": 2**63 + 5}, {"seed": 5}),
     (CHAT, {"max_tokens": 128_000}, {"max_new_tokens": 128_000, "fit": True}),
