@@ -187,7 +187,7 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
+# Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
 #
 # Another file may have the same size and time (reproducible images, `rsync -t`), in a read-only image even the same
 # inode. So the key of a manifest also contains samples of every tensor.

@@ -46,11 +46,6 @@ CHECK_S: Final = 2.0  # between two checks for late requests
 PLANNER_S: Final = 5.0  # longest wait for a planner that restarts
 
 
-def client_name(user: str | None) -> str:
-    """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
-    return user if is_name(user) else f"py-{uuid.uuid4().hex[:12]}"
-
-
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
     """Return the error of a refused publish or subscription; what: "publish to" or "subscribe to"."""
     return RefusedError(
@@ -135,7 +130,9 @@ class Connection:
             raise ConfigError("no broker: give a URL such as mqtt://HOST:1883, or set HEPTI_BROKER")
         else:
             place = BrokerUrl.parse(settings.broker)
-        return cls(place, settings.site, client_id or client_name(place.user))
+        # An access list requires the broker's user as name.
+        user = place.user if is_name(place.user) else f"py-{uuid.uuid4().hex[:12]}"
+        return cls(place, settings.site, client_id or user)
 
     def _close(self) -> None:
         self._transport.close()

@@ -115,7 +115,7 @@ def create_app(
     operations = (
         *OPERATIONS,
         Operation("GET", "/metrics", show_metrics, {PLAIN: str}),
-        Operation("GET", "/events", dashboard.watch, {EVENTS: str}, is_open=True),
+        Operation("GET", "/events", dashboard.watch, {EVENTS: Any}, is_open=True),
         Operation("GET", "/openapi.json", openapi, {JSON: dict[str, Any]}, is_open=True),
     )
     described = functools.cache(lambda: document(operations, bool(secrets)))

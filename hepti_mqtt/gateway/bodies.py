@@ -44,7 +44,7 @@ _PICTURES: Final = frozenset({"image", "images", "image_url"})  # keys of pictur
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """Return an integer for a float without fraction, as some programs send."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -70,17 +70,16 @@ def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
     return items
 
 
+def texts_field(most: int) -> Any:
+    """Return the description of what `texts_of` reads."""
+    schema: dict[str, Any] = {"type": ["string", "array"], "minItems": 1, "maxItems": most}
+    return Field(description=f"a text or a list of 1 to {most} texts", json_schema_extra=schema)
+
+
 #: at least 1; the bound comes before the validator, or JSON Schema loses it
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Texts = Annotated[
-    list[str],
-    BeforeValidator(texts_of),
-    Field(
-        description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts",
-        json_schema_extra={"type": ["string", "array"], "minItems": 1},
-    ),
-]
+Texts = Annotated[list[str], BeforeValidator(texts_of), texts_field(TEXTS_AT_ONCE)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=TEXTS_AT_ONCE)]
 
 
@@ -119,7 +118,7 @@ class Key:
 
     def read(self, name: str, value: Any) -> Any:
         """Return MQTT's value; raises RequestError with the client's name."""
-        value = _whole(value) if self.option.kind == "integer" else value
+        value = whole(value) if self.option.kind == "integer" else value
         if self.option.kind == "integer" and (not isinstance(value, int) or isinstance(value, bool)):
             self.option.check(value, name)
         converted = self._convert(value)

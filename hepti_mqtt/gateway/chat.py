@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 
 from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway import answers
-from hepti_mqtt.gateway.bodies import Body, Key, texts_of
+from hepti_mqtt.gateway.bodies import Body, Key, texts_field, texts_of, whole
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
-from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded, named_tools
+from hepti_mqtt.gateway.writing import SAMPLED, TOOL, Finished, Piece, Writing, bounded, named_tools, tools_field
 from hepti_mqtt.service.options import MAX_LIKELY, OPTIONS
 
 DONE: Final = "data: [DONE]\n\n"
@@ -79,7 +79,7 @@ class Format(TypedDict):
     json_schema: NotRequired[dict[str, Any]]
 
 
-Tools = Annotated[list[dict[str, Any]], AfterValidator(named_tools)]
+Tools = Annotated[list[dict[str, Any]], AfterValidator(named_tools), tools_field(TOOL)]
 ToolChoice = Annotated[
     Literal["auto", "none", "required"] | Demanded,
     Field(description="auto, none, required, or an object that names a function"),
@@ -96,10 +96,18 @@ def thinks(effort: Effort | None) -> bool | None:
 class ChatBody(Written):
     """A conversation."""
 
+    model_config: ClassVar = {  # a number of top_logprobs requires logprobs, see `request`
+        "json_schema_extra": {
+            "anyOf": [
+                {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+                {"properties": {"top_logprobs": {"enum": [None, 0]}}},
+            ]
+        }
+    }
     keys: ClassVar = {**Written.keys, "max_completion_tokens": Key(OPTIONS["max_new_tokens"], bounded)}
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, description="a list of at least one message")]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELY)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELY), BeforeValidator(whole)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -131,11 +139,7 @@ class CompletionBody(Written):
     """Texts to continue."""
 
     keys: ClassVar = {**Written.keys, "logprobs": Key(OPTIONS["logprobs"])}
-    prompt: Annotated[
-        list[str],
-        BeforeValidator(lambda value: texts_of(value, PROMPTS)),
-        Field(json_schema_extra={"type": ["string", "array"]}),
-    ]
+    prompt: Annotated[list[str], BeforeValidator(lambda value: texts_of(value, PROMPTS)), texts_field(PROMPTS)]
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -272,6 +276,6 @@ async def _text_events(
 
 
 OPERATIONS: Final = (
-    Operation("POST", "/v1/chat/completions", chat, {JSON: answers.CHAT, EVENTS: str}, ChatBody),
-    Operation("POST", "/v1/completions", complete, {JSON: answers.COMPLETION, EVENTS: str}, CompletionBody),
+    Operation("POST", "/v1/chat/completions", chat, {JSON: answers.CHAT, EVENTS: Any}, ChatBody),
+    Operation("POST", "/v1/completions", complete, {JSON: answers.COMPLETION, EVENTS: Any}, CompletionBody),
 )

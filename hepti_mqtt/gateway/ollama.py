@@ -320,8 +320,8 @@ async def _write(
 
 _ANY: Final = {JSON: dict[str, Any]}
 _OPERATIONS: Final = (
-    Operation("POST", "/api/chat", chat, {JSON: answers.OLLAMA_MESSAGE, LINES: str}, ChatBody),
-    Operation("POST", "/api/generate", generate, {JSON: answers.OLLAMA_TEXT, LINES: str}, GenerateBody),
+    Operation("POST", "/api/chat", chat, {JSON: answers.OLLAMA_MESSAGE, LINES: Any}, ChatBody),
+    Operation("POST", "/api/generate", generate, {JSON: answers.OLLAMA_TEXT, LINES: Any}, GenerateBody),
     Operation("POST", "/api/embed", embed, {JSON: answers.OLLAMA_EMBEDDINGS}, EmbedBody),
     Operation("POST", "/api/embeddings", embeddings, {JSON: dict[str, list[float]]}, EmbeddingsBody),
     Operation("POST", "/api/show", show, _ANY, ShowBody),

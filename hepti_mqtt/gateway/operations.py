@@ -26,7 +26,7 @@ class Operation(NamedTuple):
     method: str
     path: str
     handler: Handler
-    #: types of answers by media type; `str` for any text
+    #: types of answers by media type; `str` for any text, `Any` for a stream: a schema would describe each part
     answers: Mapping[str, Any]
     #: type of the body (POST), or of the values in the path; None without
     body: type[Body] | None = None

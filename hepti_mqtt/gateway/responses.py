@@ -16,7 +16,7 @@ from hepti_mqtt.gateway.chat import Effort, Written, thinks
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
-from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded, named_tools
+from hepti_mqtt.gateway.writing import FUNCTION, SAMPLED, Finished, Piece, Writing, bounded, named_tools, tools_field
 from hepti_mqtt.service.options import OPTIONS
 
 Fields = dict[str, Any]
@@ -48,6 +48,13 @@ def _tools(tools: list[Fields]) -> list[Fields]:
     )
 
 
+_TOOL: Final = {
+    **FUNCTION,
+    "required": ["type", "name"],
+    "properties": {"type": {"const": "function"}, **FUNCTION["properties"]},
+}
+
+
 class Named(TypedDict):
     """A function that must be called."""
 
@@ -67,7 +74,7 @@ class ResponseBody(Written):
     }  # fmt: skip
     input: Annotated[str | list[Fields], Field(description="a text, or a list of items")]
     instructions: str | None = None
-    tools: Annotated[list[Fields], AfterValidator(_tools)] = Field(default_factory=list)
+    tools: Annotated[list[Fields], AfterValidator(_tools), tools_field(_TOOL)] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | Named = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
@@ -289,4 +296,4 @@ async def _events(parts: Parts, writing: Writing, head: Fields) -> AsyncIterator
         yield part
 
 
-OPERATIONS: Final = (Operation("POST", "/v1/responses", respond, {JSON: Fields, EVENTS: str}, ResponseBody),)
+OPERATIONS: Final = (Operation("POST", "/v1/responses", respond, {JSON: Fields, EVENTS: Any}, ResponseBody),)

@@ -6,12 +6,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from pydantic import Field
+
 from hepti_mqtt.client import Answer
 from hepti_mqtt.gateway.bodies import Key, seed
 from hepti_mqtt.gateway.site import Parts
 from hepti_mqtt.gateway.tool_calls import Call, ToolText
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
-from hepti_mqtt.service.messages import read_tools
+from hepti_mqtt.service.messages import MAX_TOOLS, read_tools
 from hepti_mqtt.service.options import OPTIONS, naming
 
 _SAME: Final = (
@@ -114,6 +116,24 @@ class Writing:
             len(result["ids"]),
             result.get(LOGPROBS, [])[self._taken :],
         )
+
+
+#: JSON schemas of what `named_tools` takes: a function, and a tool as chats have it
+FUNCTION: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+}
+TOOL: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+
+
+def tools_field(tool: dict[str, Any]) -> Any:
+    """Return the description of a list of tools with this JSON schema."""
+    return Field(json_schema_extra={"items": tool, "maxItems": MAX_TOOLS})
 
 
 def named_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.models.tensors import TensorSource, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
 
 ARCHITECTURES: Final = text.architectures("Albert")
@@ -41,16 +41,11 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an ALBERT, from the stem to the head; all layers share the tensors of one."""
-    base, h = ("albert.", ""), spec.hidden
+    base = ("albert.", "")
     yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in", "predictions.decoder")
     yield from text.layer_tensors(spec, _SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)
-    if spec.head.pooler:
-        yield from dense("head.pooler", base, "pooler", h, h)
-    if spec.head.task == "classification":
-        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
-    elif spec.head.task == "masked_token":
-        parts = (f"predictions.{part}" for part in ("dense", "LayerNorm", "decoder", "bias"))
-        yield from text.mask_head_tensors(spec, base, *parts)
+    masks = prefixed(("predictions.",), "dense", "LayerNorm", "decoder", "bias")
+    yield from text.task_tensors(spec, base, prefixed(base, "pooler"), masks=masks)
 
 
 graph = partial(text.graph, stored=_SHARED)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.core.errors import UnsupportedModelError
-from hepti_mqtt.core.spec import Pooling, TaskHead
+from hepti_mqtt.core.spec import Pooling
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
@@ -29,10 +29,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     image = replace(image, positions=config.flag("use_absolute_position_embeddings", False))
     config.number("layer_scale_init_value", 0.1)  # without scales there are no tensors of them
     pooling: Pooling = "patches" if config.flag("use_mean_pooling", True) else "cls"
-    head = TaskHead("embedding", pooling)
-    if ARCHITECTURES[architecture] == "image_classification":
-        labels = config.labels()
-        head = TaskHead("image_classification", pooling, outputs=len(labels), labels=labels)
+    head = patches.task_head(ARCHITECTURES[architecture], config, pooling)
     own, shared = config.flag(_OWN, False), config.flag(_SHARED, False)
     if own and shared:
         raise UnsupportedModelError(f"config.json: {_OWN} is not supported together with {_SHARED}")

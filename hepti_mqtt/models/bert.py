@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
+from hepti_mqtt.models.tensors import TensorSource, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
 
 _ROBERTA: Final = ("Roberta", "XLMRoberta", "Camembert")
@@ -59,19 +59,13 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield from text.stem_tensors(spec, base, decoder=f"{masks}decoder")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
-    h, task = spec.hidden, spec.head.task
-    if task == "classification" and roberta:
+    if spec.head.task == "classification" and roberta:
         # RoBERTa's classifier is a dense with tanh and a projection: BERT's pooler and classifier under other names.
-        yield from dense("head.pooler", ("classifier.",), "dense", h, h)
-        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
-    elif spec.head.pooler:
-        yield from dense("head.pooler", base, "pooler.dense", h, h)
-        if task == "classification":
-            yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
-    elif task == "masked_token":
-        transform, transform_norm = ("dense", "layer_norm") if roberta else ("transform.dense", "transform.LayerNorm")
-        transform, transform_norm, decoder, bias = prefixed((masks,), transform, transform_norm, "decoder", "bias")
-        yield from text.mask_head_tensors(spec, base, transform, transform_norm, decoder, bias)
+        yield from text.task_tensors(spec, base, ("classifier.dense",), "classifier.out_proj")
+    else:
+        transform = ("dense", "layer_norm") if roberta else ("transform.dense", "transform.LayerNorm")
+        names = prefixed((masks,), *transform, "decoder", "bias")
+        yield from text.task_tensors(spec, base, prefixed(base, "pooler.dense"), masks=names)
 
 
 graph = text.graph

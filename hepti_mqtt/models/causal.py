@@ -1,4 +1,4 @@
-"""Graph and NumPy reference of decoders with rotary positions: they continue a text in a session, or embed whole texts.
+"""Graph and NumPy reference of decoders: they continue a text in a session, or embed whole texts.
 
 B items of a run, m new tokens, h hidden, V vocabulary.
 """
@@ -39,7 +39,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     ids = at = heat = rows = ""
     if spec.head.task == "generation":
         at, ids, heat, rows = add_inputs(net, shape, spec.hidden)
-    x = text.embed(net, spec, shape, refs, ids)  # [m, h]
+    x = text.embed(net, spec, shape, refs, ids, at)  # [m, h]
     if rows:
         added = net.opaque("added", (rows,), roles.STEM, "frames", (shape.tokens, spec.hidden), step=STEP)
         x = net.sum("seen", x, added, roles.STEM)  # [m, h]

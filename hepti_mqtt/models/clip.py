@@ -13,13 +13,12 @@ from typing import Any, Final, NamedTuple
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.lowering.graph import GraphBuilder
-from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
+from hepti_mqtt.models import causal, patches, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Matching, Towers
-from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem, add_layers
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
 
 
 class _Tower(NamedTuple):
@@ -152,13 +151,7 @@ def layer_tensors(spec: ModelSpec, base: tuple[str, ...]) -> Iterator[TensorSour
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: Any, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of a batch: ids i32 [m], or pixels u8 [B, C, S, S] -> vectors."""
-    if isinstance(shape, TokenBatch):
-        causal.graph(net, spec, shape, refs)
-        return
-    x = patches.embed(net, spec, shape, refs)  # [B (n + 1), h]
-    weights = (refs["stem.norm.weight"], refs["stem.norm.bias"])
-    x = net.opaque("normed", (x,), STEM, "layer_norm", net.shape_of(x), weights, **spec.norm.attrs)
-    heads.add_head(net, spec, shape, add_layers(net, spec, shape, x, refs), refs)
+    (causal if isinstance(shape, TokenBatch) else patches).graph(net, spec, shape, refs)
 
 
 def reference(
@@ -167,9 +160,7 @@ def reference(
     """Return (hidden states after the final norm [m, h], vectors) for ids [m] or pixels, in plain NumPy."""
     if isinstance(shape, TokenBatch):
         return causal.reference(spec, tensors, inputs, shape)
-    assert isinstance(shape, ImageBatch)
-    x = plain.norm(tensors, "stem.norm", patches.reference_embed(spec, tensors, inputs), spec.norm)
-    return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
+    return patches.reference(spec, tensors, inputs, shape)
 
 
 def preprocessor(side: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import Projected, TensorSource, dense, prefixed, table
+from hepti_mqtt.models.tensors import Projected, TensorSource, prefixed, table
 from hepti_mqtt.models.transformer import DISENTANGLED, BlockSpec, ModelSpec
 
 ARCHITECTURES: Final = text.architectures("DebertaV2", without="ForMaskedLM")
@@ -66,7 +66,7 @@ def _require_both_terms(config: JsonConfig) -> None:
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DeBERTa, from the stem to the head."""
-    base, h = _BASE_NAMES, spec.hidden
+    base = _BASE_NAMES
     # Only distances tell positions.
     yield from (source for source in text.stem_tensors(spec, base) if source.name != "stem.position")
     for i in range(spec.layers):
@@ -74,9 +74,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.layer_tensors(spec, here, base, stored, LAYER)
         for name, part in zip(DISENTANGLED, ("key", "query"), strict=True):
             yield _projected(spec, f"{here}{name}", f"{stored}{LAYER[part]}")
-    if spec.head.task == "classification":
-        yield from dense("head.pooler", ("",), "pooler.dense", h, h)
-        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+    yield from text.task_tensors(spec, base, ("pooler.dense",))
 
 
 def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:

@@ -62,10 +62,6 @@ class Gguf(NamedTuple):
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
 
 
-def _no_windows(_config: JsonConfig, _is_causal: bool) -> tuple[int, ...]:
-    return ()
-
-
 _QWEN_MIXTURE: Final = mixture(
     _NORMED, "mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down"))
 )
@@ -99,7 +95,7 @@ class Decoder(NamedTuple):
     #: Key of config.json that names the MLP's activation.
     activation: str = "hidden_act"
     #: Return `BlockSpec.windows`.
-    windows: Windows = _no_windows
+    windows: Windows = lambda _config, _is_causal: ()
     #: Return the rotary positions of the layers; a tuple with fewer entries than layers repeats.
     ropes: Callable[[JsonConfig, int, Decoder], Sequence[Rope]] = lambda config, d, decoder: (
         read_rope(config, d, decoder.theta),

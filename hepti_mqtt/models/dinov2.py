@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
@@ -39,10 +38,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     registers = config.positive("num_register_tokens", 4) if _has_registers(architecture) else 0
     image = patches.image_stem(config, extras, PICTURE_CLASSES, registers, any_size=True)
     mlp = int(config.positive("hidden_size") * config.positive("mlp_ratio", 4))
-    head = TaskHead("embedding", "cls")
-    if ARCHITECTURES[architecture] == "image_classification":
-        labels = config.labels()
-        head = TaskHead("image_classification", "cls_patches", outputs=len(labels), labels=labels)
+    task = ARCHITECTURES[architecture]
+    head = patches.task_head(task, config, "cls" if task == "embedding" else "cls_patches")
     if not config.flag("use_swiglu_ffn", False):
         return patches.encoder_spec("dinov2", architecture, config, image, head, mlp, 1e-6)
     encoder = patches.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)

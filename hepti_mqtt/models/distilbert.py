@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import ModelSpec
 
 ARCHITECTURES: Final = text.architectures("DistilBert")
@@ -33,15 +33,12 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DistilBERT, from the stem to the head."""
-    base, h = ("distilbert.", ""), spec.hidden
+    base = ("distilbert.", "")
     yield from text.stem_tensors(spec, base, decoder="vocab_projector")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"transformer.layer.{i}.", LAYER)
-    if spec.head.task == "classification":
-        yield from dense("head.pooler", ("",), "pre_classifier", h, h)
-        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
-    elif spec.head.task == "masked_token":
-        yield from text.mask_head_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
+    masks = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+    yield from text.task_tensors(spec, base, ("pre_classifier",), masks=masks)
 
 
 graph = text.graph

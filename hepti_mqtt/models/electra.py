@@ -8,7 +8,7 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource, dense
+from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import ModelSpec
 
 ARCHITECTURES: Final = text.architectures("Electra")
@@ -27,16 +27,12 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an ELECTRA, from the stem to the head."""
-    base, h = ("electra.", ""), spec.hidden
+    base = ("electra.", "")
     yield from text.stem_tensors(spec, base, "embeddings_project", "generator_lm_head")
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
-    if spec.head.task == "classification":
-        yield from dense("head.pooler", ("classifier.",), "dense", h, h)
-        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
-    elif spec.head.task == "masked_token":
-        parts = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
-        yield from text.mask_head_tensors(spec, base, *parts)
+    masks = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
+    yield from text.task_tensors(spec, base, ("classifier.dense",), "classifier.out_proj", masks)
 
 
 graph = text.graph

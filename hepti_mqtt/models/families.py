@@ -417,8 +417,8 @@ def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
 
 
 def _is_causal(spec: ModelSpec) -> bool:
-    """Return whether a model is a decoder with rotary positions: it has the graph of `causal`."""
-    return FAMILIES[spec.family].graph is causal.graph
+    """Return whether a model is a decoder with rotary positions."""
+    return FAMILIES[spec.family].graph is causal.graph and bool(spec.block.thetas)
 
 
 _ATTENDED: Final = ("query", "key", "value")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
+from hepti_mqtt.models.tensors import TensorSource, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
 ARCHITECTURES: Final = text.architectures("MPNet")
@@ -36,20 +36,15 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an MPNet, from the stem to the head."""
-    base, h = ("mpnet.", ""), spec.hidden
+    base = ("mpnet.", "")
     yield from text.stem_tensors(spec, base, decoder="lm_head.decoder")
     bias = prefixed(base, "encoder.relative_attention_bias.weight")
     yield table("relative_bias", bias, spec.block.buckets, spec.heads)
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
-    if spec.head.task == "classification":
-        yield from dense("head.pooler", ("classifier.",), "dense", h, h)
-        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
-    elif spec.head.task == "masked_token":
-        parts = prefixed(("lm_head.",), "dense", "layer_norm", "decoder", "bias")
-        yield from text.mask_head_tensors(spec, base, *parts)
-    elif spec.head.pooler:
-        yield from dense("head.pooler", base, "pooler.dense", h, h)
+    masks = prefixed(("lm_head.",), "dense", "layer_norm", "decoder", "bias")
+    pooler = ("classifier.dense",) if spec.head.task == "classification" else prefixed(base, "pooler.dense")
+    yield from text.task_tensors(spec, base, pooler, "classifier.out_proj", masks)
 
 
 graph = text.graph

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
+from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
 ARCHITECTURES: Final = text.architectures("NomicBert", "Gte", without="ForQuestionAnswering")
@@ -98,14 +98,10 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     for i in range(spec.layers):
         stored, called = (f"encoder.layers.{i}.", _NOMIC) if nomic else (f"encoder.layer.{i}.", _GTE)
         yield from text.layer_tensors(spec, f"layers.{i}.", base, stored, called)
-    if spec.head.task == "classification":
-        yield from dense("head.pooler", base, "pooler.dense", h, h)
-        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
-    elif spec.head.task == "masked_token" and nomic:
-        own = prefixed(("cls.predictions.",), "transform.dense", "transform.layer_norm", "decoder", "bias")
-        yield from text.mask_head_tensors(spec, base, *own)
-    elif spec.head.task == "masked_token":
-        yield from text.mask_head_tensors(spec, base, *prefixed(("lm_head.",), "dense", "norm", "decoder"))
+    masks = prefixed(("lm_head.",), "dense", "norm", "decoder")
+    if nomic:
+        masks = prefixed(("cls.predictions.",), "transform.dense", "transform.layer_norm", "decoder", "bias")
+    yield from text.task_tensors(spec, base, prefixed(base, "pooler.dense"), masks=masks)
 
 
 graph = text.graph

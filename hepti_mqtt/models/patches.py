@@ -14,7 +14,7 @@ import numpy as np
 
 from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.core.spec import Task, TaskHead
+from hepti_mqtt.core.spec import Pooling, Task, TaskHead
 from hepti_mqtt.lowering.graph import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
@@ -41,11 +41,16 @@ def architectures(*names: str) -> dict[str, Task]:
     return {f"{name}{end}": task for name in names for end, task in tasks.items()}
 
 
-def task_head(task: Task, config: JsonConfig) -> TaskHead:
-    """Return the head of a task on the class token; raises ModelError, UnsupportedModelError."""
+def task_head(task: Task, config: JsonConfig, pooling: Pooling | None = None) -> TaskHead:
+    """Return the head of a task on what a pooling gives, by default on the class token, with a dense layer to embed.
+
+    Raises ModelError, UnsupportedModelError.
+    """
     if task == "image_classification":
         labels = config.labels()
-        return TaskHead(task, "cls", outputs=len(labels), labels=labels)
+        return TaskHead(task, pooling or "cls", outputs=len(labels), labels=labels)
+    if pooling is not None:
+        return TaskHead(task, pooling)
     hidden = config.positive("hidden_size")
     config.require_one_of("pooler_act", "tanh", "tanh")
     config.require_one_of("pooler_output_size", hidden, hidden)
@@ -163,7 +168,7 @@ def task_tensors(spec: ModelSpec, base: tuple[str, ...]) -> Iterator[TensorSourc
 
 
 def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
-    """Add the stem of a batch of images: pixels u8 [B, C, S, S] -> [m, h]."""
+    """Add the stem of a batch of images, with its norm if it has one: pixels u8 [B, C, S, S] -> [m, h]."""
     image, images, h = stem_of(spec), len(shape.lengths), spec.hidden
     pixels = net.input("pixels", (images, image.channels, image.size, image.size), "u8")
     rows, width = images * image.patches, image.channels * image.patch**2
@@ -172,7 +177,11 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
     )
     x = net.linear("projected", patches, STEM, {"stem.patch": h}, bias="stem.patch.bias" in refs)  # [B n, h]
     weights = [refs[name] for name in ("stem.cls", "stem.registers", "stem.position") if name in refs]
-    return net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+    x = net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+    if "stem.norm.weight" not in refs:
+        return x
+    weights = [refs["stem.norm.weight"], refs["stem.norm.bias"]]
+    return net.opaque("normed", (x,), STEM, "layer_norm", net.shape_of(x), weights, **spec.norm.attrs)
 
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
@@ -198,7 +207,8 @@ def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array
     position = tensors["stem.position"]
     x[:, : len(position) - image.patches] += position[: len(position) - image.patches]
     x[:, image.prefix :] += position[len(position) - image.patches :]
-    return x.reshape(-1, spec.hidden)
+    x = x.reshape(-1, spec.hidden)
+    return plain.norm(tensors, "stem.norm", x, spec.norm) if "stem.norm.weight" in tensors else x
 
 
 def reference(

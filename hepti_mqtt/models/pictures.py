@@ -125,7 +125,7 @@ class Preprocessor:
         on = {k: v for k, v in self.config.data.items() if not (k.startswith("do_") and v is False)}
         JsonConfig(self.config.file, on).check_keys(KEYS)
         self._class = self._known_class(usual)
-        self.resample = self._resample()
+        self.resample = filter_number(self.config, self._class.resample if self._class is not None else None)
 
     def _known_class(self, usual: str | None) -> _Class | None:
         """Return the class that the file names, else the usual one, if there is one."""
@@ -141,10 +141,6 @@ class Preprocessor:
                 f"{self.config.file}: image_processor_type {named!r} is not supported; supported: {names}"
             )
         return _CLASSES[kind]
-
-    def _resample(self) -> int:
-        """Return the number of Pillow's filter; raises ModelError if it is unknown."""
-        return filter_number(self.config, self._class.resample if self._class is not None else None)
 
     def pixel_scale(self) -> tuple[tuple[float, ...], ...]:
         """Return mean and std per channel, of pixels from 0 to 1, with the factor of the file in them."""

@@ -195,7 +195,10 @@ def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch, stor
 
 
 def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
-    q, k, v = (linear(tensors, f"{here}{part}", x) for part in ("query", "key", "value"))  # [m, a d], [m, * d] twice
+    if f"{here}qkv.weight" in tensors:
+        q, k, v = np.split(linear(tensors, f"{here}qkv", x), 3, axis=1)
+    else:
+        q, k, v = (linear(tensors, f"{here}{part}", x) for part in ("query", "key", "value"))  # [m, * d] each
     if n.block.head_norms:
         q, k = (
             norm(tensors, f"{here}{part}_norm", z.reshape(len(z), -1, n.head_dim), n.norm).reshape(z.shape)

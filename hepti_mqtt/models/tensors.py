@@ -259,11 +259,6 @@ def transposed(source: TensorSource) -> TensorSource:
     return replace(source, shape=source.shape[::-1], transposed=True, layout="packed")
 
 
-def matrix_ref(name: str, rows: Range, columns: Range) -> WeightRef:
-    """Return a reference to a range of a matmul weight, in the kernels' panel layout."""
-    return WeightRef(name, rows, columns, "packed")
-
-
 def vector_ref(name: str, columns: Range) -> WeightRef:
     """Return a reference to a range of a vector."""
     return WeightRef(name, (0, 1), columns, "plain")

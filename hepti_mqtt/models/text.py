@@ -103,12 +103,17 @@ def stem_of(spec: ModelSpec) -> TextStem:
     return spec.text
 
 
-def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef], ids: str = "") -> str:
+def embed(
+    net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef], ids: str = "", at: str = ""
+) -> str:
     """Add the stem of a packed batch: ids i32 [m], with types as in `TextStem.types` -> [m, h].
 
-    ids: tensor of the ids; empty: the request's input.
+    ids: tensor of the ids; empty: the request's input. at: tensor of the positions in sessions, see `add_layers`.
     """
     stem = stem_of(spec)
+    if at and "stem.position" in refs:
+        tables = (refs["stem.word"], refs["stem.position"])
+        return net.embedding("embedded", (ids, at), "embed_at", tables, spec.hidden, lengths=shape.lengths)
     ids = ids or net.input("ids", (shape.tokens,), "i32")
     parts = {part: refs[name] for part, name in _STEM.items() if name in refs}
     x = net.embedding(
@@ -239,6 +244,26 @@ def mask_head_tensors(
     yield replace(own, created_name=next(iter(same), ""))
     own = vector("head.decoder.bias", (f"{decoder}.bias", *bias), vocab)
     yield replace(own, created_name=next(iter(_tied(spec, *bias)), ""))
+
+
+def task_tensors(
+    spec: ModelSpec,
+    base: tuple[str, ...],
+    pooler: tuple[str, ...],
+    classifier: str = "classifier",
+    masks: tuple[str, ...] = (),
+) -> Iterator[TensorSource]:
+    """Yield the tensors after the layers.
+
+    pooler: names of the dense layer before the labels, or of the plain model's; classifier: of the one to the labels.
+    masks: arguments of `mask_head_tensors`.
+    """
+    if spec.head.task == "masked_token":
+        yield from mask_head_tensors(spec, base, *masks)
+    if spec.head.pooler:
+        yield from dense("head.pooler", pooler, "", spec.hidden, spec.hidden)
+    if spec.head.task == "classification":
+        yield from dense("head.classifier", ("",), classifier, spec.hidden, spec.head.outputs)
 
 
 def _tied(spec: ModelSpec, *stored: str) -> tuple[str, ...]:

@@ -360,6 +360,8 @@ class Layer(NamedTuple):
     experts: int = 0
     #: All rows of a session's run attend to each other.
     together: bool = False
+    #: one stored matrix gives queries, keys and values
+    joined: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
@@ -403,8 +405,9 @@ def add_layers(
         names = DISENTANGLED if spec.block.disentangled else ("relative_bias",)
         bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
         n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at, kept=spec.cache)
-        n = n._replace(together=bool(at) and sees_picture(spec, shape))
-        x = layer(net, f"{i}.", stored.format(i), x, n)  # [m, h]
+        own = stored.format(i)
+        n = n._replace(together=bool(at) and sees_picture(spec, shape), joined=f"{own}qkv.weight" in refs)
+        x = layer(net, f"{i}.", own, x, n)  # [m, h]
     net.begin_block()
     return x
 
@@ -446,6 +449,7 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
     q = n.heads * d
     kv = q // n.group
     matrices = {f"{stored}query": q, f"{stored}key": kv, f"{stored}value": kv}
+    matrices = {f"{stored}qkv": q + 2 * kv} if n.joined else matrices
     bias = "qkv" in block.biases
     if block.row_norms:
         projected = _normed_rows(net, name, x, n, matrices)  # [m, q + 2 kv]

@@ -205,7 +205,3 @@ def reference(
     if shape.want == "hidden":
         return states, states
     return states, cross_decoder.reference(spec, t, inputs[1 : 1 + m], states, answered(shape))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kinds.

@@ -197,25 +197,15 @@ def request_pins(data: Mapping[str, Any], own: Pins) -> Pins | None:
 
     own: the operator's pins, the default for the request's.
     """
-    if all(data.get(key) is None for key in PINS):
+    given = {key: data[key] for key in PINS if data.get(key) is not None}
+    if not given:
         return None
-    strategy = data.get("strategy")
-    options = data.get("options")
-    devices = data.get("devices")
-    wire, accuracy = data.get("wire"), data.get("accuracy")
-    if wire is not None and accuracy is not None:
+    if "wire" in given and "accuracy" in given:
         raise RequestError(
             "wire and accuracy exclude each other: accuracy lets the planner choose wire. Send one of them."
         )
-    return validate_pins(
-        Pins(
-            own.strategy if strategy is None else strategy,
-            (own.options if strategy is None else {}) if options is None else options,
-            own.devices if devices is None else devices,
-            (own.wire if accuracy is None else "f32") if wire is None else wire,
-            own.weight_dtype if data.get("weights") is None else data["weights"],
-            own.route if data.get("route") is None else data["route"],
-            own.objective if data.get("objective") is None else data["objective"],
-            (own.accuracy if wire is None else None) if accuracy is None else accuracy,
-        )
-    )
+    # A strategy, wire or accuracy of the request replaces the operator's options, accuracy or wire.
+    replaced: dict[str, Any] = {"options": {}} if "strategy" in given else {}
+    replaced |= {"accuracy": None} if "wire" in given else {"wire": "f32"} if "accuracy" in given else {}
+    named = {"weight_dtype" if key == "weights" else key: value for key, value in given.items()}
+    return validate_pins(replace(own, **replaced | named))

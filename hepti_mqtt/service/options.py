@@ -31,7 +31,7 @@ class Option(NamedTuple):
     high: float | None = None
     choices: tuple[str, ...] = ()
     neutral: tuple[Any, ...] = ()  #: values without effect, in addition to null
-    takes_list: bool = False  #: the reader of the option checks a list
+    takes_list: bool = False  #: MQTT also takes a list, which the reader of the option checks
 
     def check(self, value: Any, key: str = "") -> None:
         """Raise RequestError for a value of another type or out of range; key: the client's name of the option."""
@@ -42,8 +42,6 @@ class Option(NamedTuple):
             "text": isinstance(value, str),
             "any": True,
         }[self.kind]
-        if self.takes_list and isinstance(value, list):
-            return
         if fits and self.kind in ("integer", "number"):
             fits = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
         if not fits or (self.choices and value not in self.choices):
@@ -170,7 +168,8 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
         if option is not None:
             if value is None or any(value == one and type(value) is type(one) for one in option.neutral):
                 continue
-            option.check(value)
+            if not (option.takes_list and isinstance(value, list)):
+                option.check(value)
         kept[key] = value
     return kept
 

@@ -6,19 +6,16 @@ One image a request. S the image's side, Y and X rows and columns of a map, C it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hepti_mqtt.core.errors import ModelError
-from hepti_mqtt.core.program import WeightRef
-from hepti_mqtt.core.spec import RequestShape, TaskHead
-from hepti_mqtt.lowering.graph import GraphBuilder
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.models import pictures
 from hepti_mqtt.models.cnn import hugging_face, lower, plain, timm, torchvision
 from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.models.cnn.nodes import ACTIVATIONS, Activation, CnnSpec, Node, node_from_dict
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.tensors import TensorSource
 
 PICTURE_CLASSES: Final = {
     **{"resnet": "ConvNext", "convnext": "ConvNext"},
@@ -34,6 +31,8 @@ ARCHITECTURES: Final = {
 SPEC: Final = CnnSpec
 WEIGHT_DTYPES: Final = ("f32",)  # convolutions read no other matrices
 
+tensors = lower.tensors
+graph = lower.graph
 reference = plain.reference
 translated = timm.translated
 
@@ -91,14 +90,3 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
             raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {ACTIVATIONS}")
         nodes.append(node)
     return tuple(nodes)
-
-
-def tensors(spec: CnnSpec) -> Iterator[TensorSource]:
-    """Yield the tensors, from the first convolution to the classifier."""
-    return lower.tensors(spec)
-
-
-def graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one image."""
-    del refs
-    lower.add_graph(net, spec, shape)

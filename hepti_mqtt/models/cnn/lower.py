@@ -7,6 +7,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.lowering import roles
@@ -54,7 +55,7 @@ def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
         yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
 
 
-def add_graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape) -> None:
+def graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape, _refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one picture: pixels u8 [1, 3, S, S] -> logits [1, n], or the pixels of a map [Y X, n]."""
     s = spec.size
     pixels = net.input("pixels", (1, 3, s, s), "u8")

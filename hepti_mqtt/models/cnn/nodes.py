@@ -273,13 +273,8 @@ _FIELDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
 }
 
 
-def infer_shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
-    """Return the shape of every tensor of a net; raises ModelError naming a node that does not fit what it reads."""
-    return extend_shapes(nodes, {IMAGE: image})
-
-
 def extend_shapes(nodes: Iterable[Node], before: Mapping[str, Dims]) -> dict[str, Dims]:
-    """Return earlier shapes and the shapes of further nodes; raises ModelError as `shapes` does."""
+    """Return earlier shapes and those of further nodes; raises ModelError naming a node that does not fit."""
     shapes = dict(before)
     for node in nodes:
         try:
@@ -331,7 +326,7 @@ class CnnSpec:
     @cached_property
     def shapes(self) -> Mapping[str, Dims]:
         """Return the shape of every tensor."""
-        return infer_shapes(self.nodes, (self.size, self.size, 3))
+        return extend_shapes(self.nodes, {IMAGE: (self.size, self.size, 3)})
 
     @cached_property
     def flattened(self) -> Mapping[str, Dims]:

@@ -181,6 +181,23 @@ def test_a_document_describes_every_route_and_leads_nowhere_else():
     assert not described["paths"]["/health"]["get"]["security"]
 
 
+def test_a_document_has_the_bounds_of_lists_and_what_tools_and_top_logprobs_need():
+    described = http_of(Client()).get("/openapi.json").json()
+
+    def body_of(path):
+        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return described["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+    for path, key, most in (("/v1/completions", "prompt", 64), ("/v1/embeddings", "input", 2048)):
+        schema = body_of(path)["properties"][key]
+        assert (schema["minItems"], schema["maxItems"], schema["items"]) == (1, most, {"type": "string"})
+    tool = body_of("/v1/chat/completions")["properties"]["tools"]["anyOf"][0]["items"]
+    assert (tool["required"], tool["properties"]["function"]["required"]) == (["function"], ["name"])
+    with_logprobs, without = body_of("/v1/chat/completions")["anyOf"]
+    assert with_logprobs == {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}}
+    assert without == {"properties": {"top_logprobs": {"enum": [None, 0]}}}
+
+
 # bytes that look like a form's own, and every byte that there is
 RECORDING = b"ID3\r\n--x\r\n\r\n--" + bytes(range(256)) + b"\r\n\r"
 
