@@ -359,7 +359,7 @@ class Checkpoint:
         return list(unread)
 
     def _unread_in_layers(self) -> list[str]:
-        """Return the unread tensors of modules whose weight is read, such as a bias that config.json does not mention.
+        """Return the unread tensors of modules with a read weight, such as a bias that config.json does not mention.
 
         Other unread tensors belong to other tasks or to training.
         """

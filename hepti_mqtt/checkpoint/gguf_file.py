@@ -220,7 +220,7 @@ class GgufFile(RowsFile):
                 )
 
     def _config(self) -> dict[str, Any]:
-        """Return the original's config.json, as far as the metadata and the tensors contain it."""
+        """Return the part of the original's config.json that the metadata and the tensors contain."""
         data, gguf = self._metadata, self._gguf
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}

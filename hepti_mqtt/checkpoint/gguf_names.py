@@ -66,7 +66,7 @@ ARCHITECTURES: Final[Mapping[tuple[str, bool], str]] = {
     for name, row in DECODERS.items()
     if row.gguf is not None and name.endswith("ForCausalLM")
 }
-# Flags of config.json, each with the GGUF part whose bias in the first layer makes it true.
+# Flags of config.json, each with a GGUF part: a bias of this part in the first layer makes the flag true.
 BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn_down"}
 
 

@@ -13,7 +13,7 @@ from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.core.storage import Storage
 from hepti_mqtt.models import TensorSource
 
-_SAMPLED: Final = 256  # rows of each matrix whose error is measured
+_SAMPLED: Final = 256  # rows of each matrix for the measured error
 _LARGEST: Final = float(np.finfo(np.float16).max)  # larger weights might need a scale beyond f16
 
 

@@ -127,7 +127,7 @@ class Candidates(NamedTuple):
 class _Ranked(NamedTuple):
     """Candidates by their changed logits, best first; changes are those of a request (`Sampling`, `TokenRules`)."""
 
-    #: Places in `Candidates` of tokens whose changed logits are above those of all non-candidates.
+    #: Places in `Candidates` of tokens with changed logits above those of all non-candidates.
     leading: npt.NDArray[np.intp]
     #: Places of the other candidates.
     mixed: npt.NDArray[np.intp]
@@ -282,7 +282,7 @@ class TokenRules:
     scored: bool = False
     #: How many of the likeliest tokens to report with each token, besides its own probability; -1: neither.
     likely: int = -1
-    #: The token of silence, whose probability after the prompt's first token is measured; -1: none.
+    #: The token of silence: its probability after the prompt's first token is measured; -1: none.
     silent: int = -1
     #: Tokens of times, None for a text without times.
     times: TimeTokens | None = None

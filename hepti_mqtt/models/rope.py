@@ -111,7 +111,7 @@ def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta
 
 
 def _check_places(config: JsonConfig, kind: str) -> None:
-    """Raise UnsupportedModelError for contradictory keys, of which versions of transformers use different ones."""
+    """Raise UnsupportedModelError for contradictory keys, because versions of transformers use different ones."""
     new, old = (config.get(place, {}) for place in _PLACES)
     if new and old and new != old:
         raise UnsupportedModelError(

@@ -29,7 +29,7 @@ class SpeechRun:
 
     #: New tokens, m.
     tokens: int
-    #: Rows of sound, S, whose keys and values the session keeps.
+    #: Rows of sound, S; the session keeps their keys and values.
     rows: int
     #: Capacity for tokens, C.
     positions: int
@@ -185,7 +185,7 @@ class SpeechSpec:
     #: Tokens of the longest text.
     positions: int
     head: TaskHead
-    #: (layer of the decoder, head) whose attention to the sound yields the times of tokens.
+    #: (layer of the decoder, head); attention of these heads to the sound yields the times of tokens.
     alignment: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -41,7 +41,7 @@ class BatchNorm:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Bicubic resizing of a table of positions, whose rows after the first `kept` are a square grid."""
+    """Bicubic resizing of a table of positions: its rows after the first `kept` are a square grid."""
 
     #: Rows that are not part of the grid.
     kept: int

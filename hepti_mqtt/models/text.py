@@ -169,7 +169,7 @@ def stem_tensors(
     """Yield the tensors of the stem.
 
     base: alternative prefixes of stored names. projection: stored name of the dense layer from e to h columns. decoder:
-    of the dense layer to the vocabulary, whose matrix is read for missing token embeddings that are tied to it.
+    of the dense layer to the vocabulary; its matrix is read for missing token embeddings that are tied to it.
     """
     stem, e = stem_of(spec), stem_of(spec).width or spec.hidden
     yield table("stem.word", (*prefixed(base, WORD_EMBEDDINGS), *_tied(spec, f"{decoder}.weight")), stem.vocab, e)

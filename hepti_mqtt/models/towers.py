@@ -59,7 +59,7 @@ class Towers:
     taken: Callable[[JsonConfig], Mapping[str, Mapping[str, Any]]] = lambda _: {}
     #: By model: the prefix of its own stored names, by the checkpoint's prefix.
     renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    #: The first model is a decoder, whose prompts may have rows of pictures from the second.
+    #: The first model is a decoder, and its prompts may have rows of pictures from the second.
     sees: bool = False
 
     def configs(self, whole: JsonConfig) -> dict[str, dict[str, Any]]:

@@ -302,7 +302,7 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
 
 
 def sees_picture(spec: ModelSpec, shape: PackedBatch) -> bool:
-    """Return whether a run consists of one picture whose rows attend to each other."""
+    """Return whether a run consists of one picture, and its rows attend to each other."""
     return spec.block.picture_rows > 0 and isinstance(shape, TokenBatch) and shape.added
 
 

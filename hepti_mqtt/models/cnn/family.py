@@ -21,7 +21,7 @@ PICTURE_CLASSES: Final = {
     **{"resnet": "ConvNext", "convnext": "ConvNext"},
     **{"mobilenet_v2": "MobileNetV2", "efficientnet": "EfficientNet"},
 }
-LISTED: Final = "ConvNet"  # an architecture whose nodes are in config.json
+LISTED: Final = "ConvNet"  # an architecture with its nodes in config.json
 LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
 ARCHITECTURES: Final = {
     **dict.fromkeys((*torchvision.ARCHITECTURES, *hugging_face.ARCHITECTURES), "image_classification"),
