@@ -33,10 +33,10 @@ IDLE_BYTES: Final = 256 << 20
 class LabSite:
     """Hepti's processes on the hosts of a lab; a context manager: up on entry, everything ended on exit.
 
-    models: name -> directory. Kernels are compiled at full speed. Then every host stays throttled, also while weights
-    load: a planner that has seen the hosts unthrottled once plans for faster hosts. planner: more of its
-    options. agents: options of each host's agent, by default as the lab's file says. before_start: called when only the
-    broker runs; then entry ends when planner and agents have started: hosts are throttled, and nothing is loaded.
+    Kernels are compiled at full speed. Then hosts stay throttled, also while weights load: a planner that has measured
+    unthrottled hosts plans for faster ones. models: name -> directory. planner: its further options. agents: options of
+    each host's agent, by default as in the lab's file. before_start: called while only the broker runs; then entry ends
+    after the start of planner and agents, before weights are loaded.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # anoth
 
 
 def method_id(value: tuple[str, Mapping[str, str]] | str) -> str:
-    """Return what stands for a method, or for the family beside it, in the name of a test."""
+    """Return the name of a method or of a family for the id of a test."""
     return value if isinstance(value, str) else "-".join([value[0], *value[1].values()])
 
 
